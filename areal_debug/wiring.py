@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from areal_core.config import PPOConfig, load_expr_config
+from areal_core.config import BaseExperimentConfig, PPOConfig, load_expr_config
 from areal_core.config.experiment import DebugConfig
 from areal_core.engine.checksums import gradient_checksums, parameter_checksums
 from areal_core.paths import record_folder, run_folder
-from areal_core.trainer.rl import Observer, PPOTrainer
+from areal_core.trainer.observed import Observer
+from areal_core.trainer.rl import PPOTrainer
 from areal_debug.render import note
 from areal_debug.replay.observer import replay_reporter
 from areal_debug.train.script import show_mistakes_as_sentences
@@ -32,7 +33,7 @@ from replayer.run import replay_hooks
 if TYPE_CHECKING:
     from recorder.archive.live_archive import LiveArchive
 
-C = TypeVar("C", bound=PPOConfig)
+C = TypeVar("C", bound=BaseExperimentConfig)
 GIGABYTE = 1e9
 
 
@@ -43,10 +44,11 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
 
     Args:
         argv: as for `load_expr_config`, with these flags anywhere.
-        config_class: `GRPOConfig`, or a class of the script's own that is derived from it.
+        config_class: `GRPOConfig`, `SFTConfig`, `DPOConfig`, `RWConfig`, or a class of the
+            script's own that is derived from one of them.
 
     Returns:
-        The config, and keyword arguments of `PPOTrainer`: `observers`, and of a replay also
+        The config, and keyword arguments of the trainer: `observers`, and of a replay also
         `source`, `stop_after` and others.
 
     Raises:
@@ -66,7 +68,7 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
         hooks = replay_hooks(request, [partial(replay_reporter, make_recorder=recorder_of)])
     elif config.debug.dump_rollout_data:
         hooks["observers"] += [make_recorder, make_seam_check]
-    if config.consistency.every_k_steps:
+    if isinstance(config, PPOConfig) and config.consistency.every_k_steps:
         hooks["observers"].append(make_consistency_check)
     if heartbeat.VARIABLE in os.environ:
         hooks["observers"].append(lambda trainer: heartbeat.observe)

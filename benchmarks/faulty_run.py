@@ -19,7 +19,8 @@ from areal_core.config import PPOConfig, config_from_dict
 from areal_core.data.batch import Batch
 from areal_core.errors import MiscomputedError, NonFiniteError
 from areal_core.testing.bit_flips import PRODUCTS, Flip, plant
-from areal_core.trainer.rl import Observer, PPOTrainer
+from areal_core.trainer.observed import Observer
+from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import make_recorder
 from replayer.preflight.real_steps import RandomRollouts
 

@@ -8,16 +8,17 @@ The dataset can be any JSONL file with `prompt` and `completion`, `question` and
 
 import sys
 
-from areal_core.config import SFTConfig, load_expr_config
+from areal_core.config import SFTConfig
 from areal_core.data import get_dataset
 from areal_core.trainer.build import load_tokenizer
 from areal_core.trainer.sft import SFTTrainer
+from areal_debug.wiring import wire
 
 
 def main(argv: list[str]) -> None:
-    config, _ = load_expr_config(argv, SFTConfig)
+    config, hooks = wire(argv, SFTConfig)
     tokenizer = load_tokenizer(config)
-    with SFTTrainer(config, get_dataset(config.train_dataset, tokenizer=tokenizer)) as trainer:
+    with SFTTrainer(config, get_dataset(config.train_dataset, tokenizer=tokenizer), **hooks) as trainer:
         trainer.train()
 
 

@@ -7,16 +7,17 @@ The dataset can be any JSONL file with `chosen`, `rejected`, and `prompt` or `me
 
 import sys
 
-from areal_core.config import RWConfig, load_expr_config
+from areal_core.config import RWConfig
 from areal_core.data import get_dataset
 from areal_core.trainer.build import load_tokenizer
 from areal_core.trainer.reward_model import RWTrainer
+from areal_debug.wiring import wire
 
 
 def main(argv: list[str]) -> None:
-    config, _ = load_expr_config(argv, RWConfig)
+    config, hooks = wire(argv, RWConfig)
     tokenizer = load_tokenizer(config)
-    with RWTrainer(config, get_dataset(config.train_dataset, tokenizer=tokenizer)) as trainer:
+    with RWTrainer(config, get_dataset(config.train_dataset, tokenizer=tokenizer), **hooks) as trainer:
         trainer.train()
 
 

@@ -7,15 +7,18 @@ It starts from the model of `tldr_sft.py`, with a score head in place of the out
 
 import sys
 
-from areal_core.config import RWConfig, load_expr_config
+from areal_core.config import RWConfig
 from areal_core.data import get_dataset
 from areal_core.trainer.build import load_tokenizer
 from areal_core.trainer.reward_model import RWTrainer
+from areal_debug.wiring import wire
 
 
 def main(argv: list[str]) -> None:
-    config, _ = load_expr_config(argv, RWConfig)
-    with RWTrainer(config, get_dataset(config.train_dataset, tokenizer=load_tokenizer(config))) as trainer:
+    config, hooks = wire(argv, RWConfig)
+    with RWTrainer(
+        config, get_dataset(config.train_dataset, tokenizer=load_tokenizer(config)), **hooks
+    ) as trainer:
         trainer.train()
 
 

@@ -6,15 +6,18 @@ areal-debug train examples/tldr_sft.py --config examples/tldr_sft.yaml
 
 import sys
 
-from areal_core.config import SFTConfig, load_expr_config
+from areal_core.config import SFTConfig
 from areal_core.data import get_dataset
 from areal_core.trainer.build import load_tokenizer
 from areal_core.trainer.sft import SFTTrainer
+from areal_debug.wiring import wire
 
 
 def main(argv: list[str]) -> None:
-    config, _ = load_expr_config(argv, SFTConfig)
-    with SFTTrainer(config, get_dataset(config.train_dataset, tokenizer=load_tokenizer(config))) as trainer:
+    config, hooks = wire(argv, SFTConfig)
+    with SFTTrainer(
+        config, get_dataset(config.train_dataset, tokenizer=load_tokenizer(config)), **hooks
+    ) as trainer:
         trainer.train()
 
 

@@ -313,6 +313,11 @@ class RecordHeader:
         return made_by["name"] if made_by else imported["format"] if imported else None
 
     @property
+    def method(self) -> str | None:
+        """The supervised method of this repository, "sft", "dpo" or "rw"; None for any other."""
+        return self.environment.get("method")
+
+    @property
     def config_is_ours(self) -> bool:
         """Whether the config has options of this repository: an import is given them, or none."""
         return self.trainer is None or (bool(self.config) and "imported" in self.environment)

@@ -94,12 +94,15 @@ def clear_record(folder: Path) -> None:
 def describe_run(facts: Mapping[str, Any], recording: Recording = Recording()) -> RecordHeader:
     """Build the header of a run from the facts of its `start` event.
 
-    Another trainer than that of this repository is `trainer`, and its main script `code`.
+    Another trainer than that of this repository is `trainer`, and its main script `code`. `method`
+    is that of a supervised run.
     """
     config, tokenizer, model = facts["config"], facts["tokenizer"], facts["model_path"]
     fingerprint = environment()
     if "trainer" in facts:
         fingerprint = environment(facts["code"]) | {"trainer": facts["trainer"]}
+    if "method" in facts:
+        fingerprint |= {"method": facts["method"]}
     if "computed_by" in facts:
         fingerprint["code"] = fingerprint["code"] | facts["computed_by"]
     if "processor" in facts and facts["processor"] is not None:

@@ -19,7 +19,15 @@ import numpy as np
 from areal_core.safety.durable import write_durably
 from recorder.documents import checksum
 from recorder.errors import DamagedRecord, RecordError
-from recorder.format import IMAGE_DATA, IMAGE_KEYS, NUMPY_TYPES, BatchEntry, TensorEntry
+from recorder.format import (
+    BATCH_KEYS,
+    IMAGE_DATA,
+    IMAGE_KEYS,
+    NUMPY_TYPES,
+    UNKNOWN_BITS,
+    BatchEntry,
+    TensorEntry,
+)
 from recorder.storage import Storage
 
 BITS_ONLY = {"torch.bfloat16": "BF16", "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2"}
@@ -141,6 +149,27 @@ def flatten(batch: Mapping[str, Any], any_padding: bool = False) -> FlatBatch:
                 f"batch[{key!r}] has shape {array.shape}: neither per token {mask_shape} nor per row"
             )
     return FlatBatch(len(lengths), int(cu_seqlens[-1]), mask_shape[1], tensors)
+
+
+def with_unknown(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add the keys of every batch that this one lacks, as unknown: rows of a dataset have no reward.
+
+    `batch` has at least `input_ids`, `loss_mask`, `attention_mask`, `prompt_id` and `sample_id`.
+    """
+    missing = BATCH_KEYS.keys() - batch.keys() - {"cu_seqlens"}
+    if not missing:
+        return batch
+    trained, held = as_array(batch["loss_mask"])[1] != 0, as_array(batch["attention_mask"])[1]
+    num_rows = len(held)
+    values = {
+        "logprobs": np.where(trained, np.float32(np.nan), np.float32(0)),
+        "versions": np.where(held, np.int32(-1), np.int32(0)),
+        "rewards": np.full(num_rows, np.nan, np.float32),
+        "finish_reason": np.zeros(num_rows, np.int32),
+    }
+    bits = sum(bit for key, bit in UNKNOWN_BITS.items() if key not in batch)
+    others = {"prompt_length": np.zeros(num_rows, np.int64), "unknown": np.full(num_rows, bits, np.uint8)}
+    return {**batch, **{key: values[key] for key in missing}, **others}
 
 
 def stored_type(tensor: FlatTensor) -> str:

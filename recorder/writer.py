@@ -59,7 +59,7 @@ from recorder.step_files import (
     write_rank_manifest,
 )
 from recorder.storage import FolderStorage
-from recorder.tensors import flatten
+from recorder.tensors import flatten, with_unknown
 from recorder.transcripts import call_lines, without_calls
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class RecordWriter:
             if event == "batch":
                 plan = Plan(facts["step"], facts["version"], dict(facts["rng"]), {})
                 # flatten copies: the trainer may change its tensors afterwards
-                batch = flatten(without_calls(facts["batch"]))
+                batch = flatten(with_unknown(without_calls(facts["batch"])))
                 calls = call_lines(facts["batch"]) if self.options.text else None
                 self.current = RankStep(facts["step"], facts["version"], batch, plan, calls=calls)
             elif event == "advantages" and self.current and self.options.recording.scope == "full":

@@ -5,6 +5,7 @@ of each step, and collects a `ReplayReport`. `compare_headers` and `compare_outc
 comparisons themselves, for any two runs.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from areal_core.telemetry.loggers import GRAD_NORM, LOSS, first_of
 from recorder import OutcomeObserver, Record
 from recorder.difference import Difference, find_differences
 from recorder.environment import diff_environment
@@ -50,7 +52,6 @@ WITHOUT_EFFECT = frozenset(
 )
 # Statistics of the machine, not of the batch.
 NOT_COMPUTED = ("timeperf/",)
-LOSS, GRAD_NORM = "ppo_actor/update/loss", "ppo_actor/update/grad_norm"
 Result = Literal["identical", "same weights, other numbers", "diverged", "not comparable"]
 
 
@@ -259,7 +260,7 @@ class ReplayCheck:
         """Handle an event (ARCHITECTURE.md)."""
         if event == "start":
             self._start(facts)
-        elif event == "advantages":
+        elif event == "advantages" and "advantages" in facts["inputs"]:
             self.rows = row_signals(facts["inputs"])
         elif event == "step":
             self.plan = facts["plan"]["minibatches"]
@@ -291,8 +292,8 @@ class ReplayCheck:
             outcome.step,
             sum(one.num_compared for one in comparisons),
             len(outcome.checksums),
-            outcome.stats[LOSS],
-            outcome.stats[GRAD_NORM],
+            number_of(outcome.stats, LOSS),
+            number_of(outcome.stats, GRAD_NORM),
             tuple(difference for rank, one in enumerate(comparisons) for difference in on_rank(rank, one)),
             computed(recorded.stats),
             computed(outcome.stats),
@@ -305,6 +306,8 @@ class ReplayCheck:
 
     def _warnings(self) -> tuple[str, ...]:
         """Return what the step did not learn, a sentence each; a collective where there is any."""
+        if not self.rows:  # of a supervised run, whose rows have no reward
+            return ()
         norms = [float.fromhex(minibatch["grad_norm"]) for minibatch in self.plan]
         num_planned = self.actor["ppo_n_minibatches"]
         if 0.0 not in norms and len(norms) >= num_planned:
@@ -316,6 +319,12 @@ class ReplayCheck:
     def recorded(self, step: int) -> Outcome:
         """Return the recorded outcome of this rank; of rank 0 if rows are divided differently."""
         return self.record.step(step).outcome(self.rank if self.same_rows else 0)
+
+
+def number_of(stats: Mapping[str, float], names: tuple[str, ...]) -> float:
+    """Return the statistic that a method has under one of these names; NaN without it."""
+    found = first_of(stats, names)
+    return math.nan if found is None else found
 
 
 def computed(stats: dict[str, float]) -> dict[str, float]:

@@ -23,7 +23,8 @@ from areal_core.data.batch import Batch
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.telemetry.stats import Stats
 from areal_core.trainer.nonfinite import COLUMNS, broken_tensors, gradient_of
-from areal_core.trainer.rl import Observer, PPOTrainer
+from areal_core.trainer.observed import Observer
+from areal_core.trainer.rl import PPOTrainer
 from recorder import Record, open_record
 from replayer.anatomy import Part, Remark, dissect, dot, remarks_of
 from replayer.gradients import (

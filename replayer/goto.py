@@ -12,7 +12,8 @@ from typing import Any
 
 from areal_core.data.batch import Batch
 from areal_core.engine.checkpoint.hf_folder import save_hf
-from areal_core.trainer.rl import Observer, PPOTrainer
+from areal_core.trainer.observed import Observer
+from areal_core.trainer.rl import PPOTrainer
 from recorder import Outcome, Plan, Record, open_record
 from replayer.check import ReplayReport, StepResult, StoppedAtDifference
 from replayer.errors import ReplayError

@@ -21,7 +21,8 @@ from areal_core.data.batch import RAGGED, Batch, select_rows
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.optimizer import gradient_norm
 from areal_core.telemetry.stats import Stats
-from areal_core.trainer.rl import Observer, PPOTrainer
+from areal_core.trainer.observed import Observer
+from areal_core.trainer.rl import PPOTrainer
 from recorder import Record, open_record
 from replayer.preconditions import nearest_anchor, step_range
 from replayer.request import Request, Summation

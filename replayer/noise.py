@@ -108,7 +108,7 @@ def expected_guarantee(
     reasons = [f"{d.where} is {d.current}, recorded with {d.recorded}" for d in changed]
     if current.num_ranks != recorded.num_ranks:
         reasons.append(f"{current.num_ranks} ranks, recorded with {recorded.num_ranks}")
-        minibatches = recorded.config["actor"]["ppo_n_minibatches"]
+        minibatches = recorded.config["actor"].get("ppo_n_minibatches", 1)
         if minibatches > 1:
             because = f"rows are redistributed into {minibatches} minibatches on other ranks"
             return Guarantee("statistical", (*reasons, because))

@@ -25,6 +25,7 @@ from replayer.request import Request, Summation
 # trainer -> the call that replays its record by itself; {path!r} is the record
 THEIR_REPLAY = {"trl": "`areal_debug.trl.replay(trainer, {path!r})` replays it in TRL"}
 # values that training can do without -> what stands for those that are not known
+PAIRED = ("dpo", "rw")
 STAND_INS = {
     "versions": "a token of unknown version counts as sampled by the weights of its step",
     "finish_reason": "a row of unknown finish reason counts as stopped",
@@ -93,7 +94,11 @@ def summation_on(record: Record, num_ranks: int, settings: Sequence[str] = ()) -
     models = [options[name] for name in ("actor", "critic") if options.get(name)]
     is_plain = all(m["fsdp"]["shard_size"] is None and m["grad_reduce_dtype"] == "float32" for m in models)
     is_on_gloo = options["device"] == "cpu" or not header.environment.get("gpus")
-    return "gloo" if is_plain and is_on_gloo and not options["rollout"]["return_routed_experts"] else ""
+    return (
+        "gloo"
+        if is_plain and is_on_gloo and not options.get("rollout", {}).get("return_routed_experts")
+        else ""
+    )
 
 
 def exact_summation(record: Record, num_ranks: int, asked: str) -> Summation:
@@ -151,8 +156,26 @@ def verify_bytes(folder: str | os.PathLike[str], on_step: Callable[[int], None])
     return [problem for problem in verify(folder, on_step).problems if problem.kind != "unfinished"]
 
 
+def check_is_policy(record: Record, asked: str) -> None:
+    """Raise ReplayError for a record of a supervised method, which has no rewards or advantages."""
+    if record.header.method is not None:
+        raise ReplayError(
+            f"{asked} is for policy optimisation, and {record.path} is a record of {record.header.method}, without rewards "
+            "and advantages: `replay`, with changed options or --find-faulty, `goto` and `why` work on it"
+        )
+
+
 def check_edits(record: Record, request: Request) -> None:
-    """Raise WrongFilter, WrongEdit or RecordExists for errors that are visible before a run."""
+    """Raise WrongFilter, WrongEdit or RecordExists for errors that are visible before a run.
+
+    Also ReplayError for rewards of a supervised run, and for rows of pairs, which stay together.
+    """
+    if request.reward is not None:
+        check_is_policy(record, "--reward")
+    if record.header.method in PAIRED and (request.row_filter or request.edit):
+        raise ReplayError(
+            f"{record.path} is a record of {record.header.method}, whose rows are pairs: they can be replayed, not filtered or edited"
+        )
     if request.row_filter is not None:
         parse_expression(request.row_filter, ROW_NAMES)
     if request.edit is not None and not Path(request.edit).is_file():
@@ -249,7 +272,12 @@ def check_values(record: Record, config: PPOConfig, first: int, last: int, has_r
 
 
 def stand_ins(record: Record, last: int) -> list[str]:
-    """Return a sentence for each kind of value that is replaced in the steps up to `last`."""
+    """Return a sentence for each kind of value that is replaced in the steps up to `last`.
+
+    None for a supervised run, which trains without them.
+    """
+    if record.header.method is not None:
+        return []
     steps = [record.step(step) for step in record.steps if step <= last]
     unknown = {key for step in steps for key in step.num_unknown()}
     return [sentence for key, sentence in STAND_INS.items() if key in unknown]

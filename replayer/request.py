@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from areal_core.config import PPOConfig, config_to_dict
+from areal_core.config import (
+    BaseExperimentConfig,
+    DPOConfig,
+    PPOConfig,
+    RWConfig,
+    SFTConfig,
+    config_to_dict,
+)
 from areal_core.config.checks import check_config
 from areal_core.config.loading import apply_override, built, literal, load_with_notes
 from areal_core.config.names import sections_of
@@ -20,7 +27,8 @@ from recorder import Record
 from replayer.carried import use_carried_models
 from replayer.own_code import put_own_code
 
-C = TypeVar("C", bound=PPOConfig)
+C = TypeVar("C", bound=BaseExperimentConfig)
+CONFIGS: dict[str | None, type[Any]] = {"sft": SFTConfig, "dpo": DPOConfig, "rw": RWConfig, None: PPOConfig}
 Summation = Literal["", "fixed", "gloo"]
 
 
@@ -76,8 +84,10 @@ def replay_config(
     settings: Sequence[str] = (),
     file: str | None = None,
     trains: bool = True,
-) -> PPOConfig:
+) -> Any:
     """Return the options of the recorded run, changed to leave that run's files alone.
+
+    They are of the config class of its method.
 
     Args:
         model: current path of the model that the run started from, if it has moved.
@@ -90,22 +100,23 @@ def replay_config(
         ConfigError: the file cannot be read, an option is unknown, or options contradict each
             other.
     """
+    cls = CONFIGS[record.header.method]
     if file is None:
         tree, source = literal(record.header.config), f"the config of {record.path}"
         if trains:
             put_own_code(tree, record, settings)
     else:
-        tree, source = config_to_dict(load_with_notes(["--config", file], PPOConfig)[0]), file
+        tree, source = config_to_dict(load_with_notes(["--config", file], cls)[0]), file
     for setting in settings:
-        apply_override(tree, setting, PPOConfig)
-    config = built(tree, PPOConfig, source)
+        apply_override(tree, setting, cls)
+    config = built(tree, cls, source)
     if settings:
         check_config(config)
     use_carried_models(config, record)
     if model is not None:
         # The reference is the model that the run starts from, and the critic is initialised from
         # it with another head.
-        for section in (config.ref, config.critic):
+        for section in (getattr(config, "ref", None), getattr(config, "critic", None)):
             if section is not None and section.path == config.actor.path:
                 section.path = model
         config.actor.path = model

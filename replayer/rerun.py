@@ -10,12 +10,11 @@ replay ─> identical? ─yes─> done
 from collections.abc import Callable
 from dataclasses import replace
 
+from areal_core.telemetry.loggers import NUM_MICRO_BATCHES
 from recorder import Record, open_record
-from replayer.check import ReplayReport
+from replayer.check import ReplayReport, number_of
 from replayer.noise import Finding, Verdict, judge_by_noise, judge_statistically, noise_floor
 from replayer.request import Request
-
-NUM_MICRO_BATCHES = "ppo_actor/update/num_micro_batches"
 
 
 def replay_and_judge(
@@ -75,7 +74,7 @@ def noise_reruns(record: Record, request: Request, report: ReplayReport) -> list
     """
     request = replace(request, locate=False)
     reruns = [] if record.header.config["deterministic"] else [request]
-    num_micro_batches = max(round(result.replayed[NUM_MICRO_BATCHES]) for result in report.steps)
+    num_micro_batches = max(round(number_of(result.replayed, NUM_MICRO_BATCHES)) for result in report.steps)
     if num_micro_batches < smallest_minibatch(record, report.steps[0].step):
         other: tuple[str, ...] = (f"mb_spec.n_mbs={2 * num_micro_batches}",)
     elif num_micro_batches > 1:

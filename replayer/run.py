@@ -3,11 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from areal_core.config import PPOConfig
+from areal_core.config import BaseExperimentConfig, DPOConfig, RWConfig, SFTConfig
 from areal_core.engine.ranks import Ranks, leave_ranks
 from areal_core.reward import RewardPool
 from areal_core.trainer.build import start_process
-from areal_core.trainer.rl import Observer, PPOTrainer
+from areal_core.trainer.dpo import DPOTrainer
+from areal_core.trainer.observed import Observer
+from areal_core.trainer.reward_model import RWTrainer
+from areal_core.trainer.rl import PPOTrainer
+from areal_core.trainer.sft import SFTTrainer
 from recorder import Record, open_record
 from replayer.anchors import CHECKPOINT
 from replayer.check import ReplayCheck, ReplayReport
@@ -16,11 +20,16 @@ from replayer.request import Request, replay_config
 from replayer.source import Edit, EditedRollouts, RecordedRollouts, filter_rows, load_edit, reward_rows
 from replayer.virtual_ranks import run_as_ranks
 
-MakeObserver = Callable[[Record, PPOTrainer, Request], Observer]
+MakeObserver = Callable[[Record, Any, Request], Observer]
+SUPERVISED: dict[type[BaseExperimentConfig], type[Any]] = {
+    SFTConfig: SFTTrainer,
+    DPOConfig: DPOTrainer,
+    RWConfig: RWTrainer,
+}
 
 
 def replay_hooks(request: Request, make_observers: Sequence[MakeObserver]) -> dict[str, Any]:
-    """Return arguments of PPOTrainer for a replay: recorded batches, observed steps."""
+    """Return arguments of a trainer for a replay: recorded batches, observed steps."""
     record = open_record(request.record)
     return {
         "source": lambda trainer: make_source(record, trainer, request),
@@ -63,7 +72,7 @@ def replay(request: Request, make_observers: Sequence[MakeObserver]) -> None:
         ConfigError: a changed option is unknown, or contradicts another one.
     """
 
-    def replay_as(join: Callable[[PPOConfig], Ranks]) -> None:
+    def replay_as(join: Callable[[Any], Ranks]) -> None:
         with build_trainer(request, make_observers, join=join) as trainer:
             trainer.train()
 
@@ -81,9 +90,9 @@ def build_trainer(
     request: Request,
     make_observers: Sequence[MakeObserver],
     stop_before: int | None = None,
-    join: Callable[[PPOConfig], Ranks] = start_process,
-) -> PPOTrainer:
-    """Build the trainer of a replay.
+    join: Callable[[Any], Ranks] = start_process,
+) -> Any:
+    """Build the trainer of a replay, a `PPOTrainer` or that of a supervised method.
 
     Args:
         stop_before: the step before which `train` ends, if not after the last one of the request.
@@ -105,7 +114,7 @@ def build_trainer(
     }
     if stop_before is not None:
         hooks["stop_after"] = stop_before - 1
-    return PPOTrainer(config, **hooks)
+    return SUPERVISED.get(type(config), PPOTrainer)(config, **hooks)
 
 
 def total_steps(record: Record, step: int) -> int:

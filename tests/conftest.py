@@ -172,6 +172,15 @@ def ranks():
     leave_ranks()
 
 
+@pytest.fixture
+def in_process(ranks, monkeypatch):
+    """The `join` of a trainer that runs in this process, and leaves its process group open."""
+    from areal_core.engine.ranks import Ranks
+
+    monkeypatch.setattr(Ranks, "leave", lambda self: None)
+    return lambda config: ranks
+
+
 @pytest.fixture(scope="session")
 def torchrun():
     """Run a Python file on several gloo ranks.

@@ -7,7 +7,7 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,22 +191,24 @@ def read_stats(path: str | Path) -> list[Stats]:
         return [{name: float(value) for name, value in json.loads(line).items()} for line in complete]
 
 
+LOSS = ("ppo_actor/update/loss", "sft/loss/avg", "sft/loss", "dpo/loss/avg", "rw/loss/avg")
+GRAD_NORM = ("ppo_actor/update/grad_norm", "sft/grad_norm", "dpo/grad_norm", "rw/grad_norm")
+NUM_MICRO_BATCHES = (
+    *("ppo_actor/update/num_micro_batches", "sft/num_micro_batches", "dpo/num_micro_batches"),
+    "rw/num_micro_batches",
+)
 # Column, names under which the trainers record it (the first that exists is shown), format. The
 # loss is the number whose gradient the optimizer gets: the mean over minibatches.
 COLUMNS = (
     ("reward", ("ppo_actor/task_reward/avg", "rollout/reward"), "{:.3f}"),
-    (
-        "loss",
-        ("ppo_actor/update/loss", "sft/loss/avg", "sft/loss", "dpo/loss/avg", "rw/loss/avg"),
-        "{:.4g}",
-    ),
+    ("loss", LOSS, "{:.4g}"),
     ("accuracy", ("dpo/reward_accuracy/avg", "rw/correct_ratio/avg"), "{:.3f}"),
     (
         "held-out",
         ("eval-sft/loss/avg", "eval-dpo/reward_accuracy/avg", "eval-rw/correct_ratio/avg"),
         "{:.3f}",
     ),
-    ("grad_norm", ("ppo_actor/update/grad_norm", "sft/grad_norm", "dpo/grad_norm", "rw/grad_norm"), "{:.4g}"),
+    ("grad_norm", GRAD_NORM, "{:.4g}"),
     ("lr", ("ppo_actor/update/lr", "sft/lr", "dpo/lr", "rw/lr"), "{:.2e}"),
     ("seq_len", ("ppo_actor/seq_len/avg", "sft/seq_len/avg"), "{:.0f}"),
 )
@@ -235,6 +237,6 @@ def summary_columns(stats: Stats) -> dict[str, str]:
     return {column: shape.format(value) for column, value, shape in values if value is not None}
 
 
-def first_of(stats: Stats, names: tuple[str, ...]) -> float | None:
+def first_of(stats: Mapping[str, float], names: tuple[str, ...]) -> float | None:
     """Return the value of the first name that was recorded."""
     return next((stats[name] for name in names if name in stats), None)

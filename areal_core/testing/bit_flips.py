@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_core.engine.observe_bits import INTEGERS
 from areal_core.engine.reduction import local_of
-from areal_core.trainer.rl import Observer, PPOTrainer
+from areal_core.trainer.observed import Observer
+from areal_core.trainer.rl import PPOTrainer
 
 PRODUCTS = ("aten.mm", "aten.addmm")
 

@@ -25,9 +25,7 @@ Pair = dict[str, list[int]]  # a row of `get_dataset` with type "rw" or "dpo"
 
 
 def rows_to_batch(rows: Sequence[dict[str, Any]], has_images: bool = False) -> Batch:
-    """Build a padded batch of `input_ids` and `loss_mask`, the latter next-token aligned.
-
-    Without rows its shape is [0, 1].
+    """Build a padded batch of `input_ids` and `loss_mask`; without rows its shape is [0, 1].
 
     Args:
         has_images: of a vision model. Rows may have `images`, a list of bytes, with
@@ -47,7 +45,6 @@ def rows_to_batch(rows: Sequence[dict[str, Any]], has_images: bool = False) -> B
         for row in rows
     ]
     batch = pad_and_concat(singles)
-    batch["loss_mask"] = shifted_left(batch["loss_mask"], 0)
     images = [row.get("images", ()) for row in rows]
     if not has_images:
         if any(images):
@@ -64,16 +61,18 @@ def rows_to_batch(rows: Sequence[dict[str, Any]], has_images: bool = False) -> B
     return batch | image_keys(images) | {"mm_token_type_ids": types}
 
 
+def next_token_aligned(batch: Batch) -> Batch:
+    """Return the batch with the mask of position t that of token t + 1, which it predicts."""
+    return batch | {"loss_mask": shifted_left(batch["loss_mask"], 0)}
+
+
 def record_rows(stats: Stats, flat: Batch) -> None:
     every = torch.ones_like(flat["input_ids"], dtype=torch.bool)
     stats.denominator(n_seqs=every[: len(flat["cu_seqlens"]) - 1], n_tokens=every)
 
 
 def pairs_to_batch(pairs: Sequence[Pair]) -> Batch:
-    """Build a padded batch of chosen_0, rejected_0, chosen_1, ..., `loss_mask` next-token aligned.
-
-    Without pairs it has no rows.
-    """
+    """Build a padded batch of chosen_0, rejected_0, chosen_1, ...; without pairs it has no rows."""
     return rows_to_batch(
         [
             {"input_ids": pair[f"{side}_ids"], "loss_mask": pair[f"{side}_loss_mask"]}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -21,15 +22,20 @@ class DPOTrainer(SupervisedTrainer):
     Args:
         train_dataset: pairs (`get_dataset` with type "dpo").
         valid_dataset: validation pairs; by default those of `config.valid_dataset`, if it is set.
+        hooks: those of `SupervisedTrainer`.
     """
 
     name = "dpo"
     granularity = ROWS_PER_PAIR
 
     def __init__(
-        self, config: DPOConfig, train_dataset: Sequence[Pair], valid_dataset: Sequence[Pair] | None = None
+        self,
+        config: DPOConfig,
+        train_dataset: Sequence[Pair] | None = None,
+        valid_dataset: Sequence[Pair] | None = None,
+        **hooks: Any,
     ) -> None:
-        super().__init__(config, train_dataset, valid_dataset)
+        super().__init__(config, train_dataset, valid_dataset, **hooks)
         is_adapted = is_base_of(config.ref, config.actor) and not self.only_evaluates
         self.reference: FSDPEngine | BaseReference = (
             BaseReference(self.actor)
@@ -40,10 +46,13 @@ class DPOTrainer(SupervisedTrainer):
         self.restore()
 
     def to_batch(self, pairs: Sequence[Pair]) -> Batch:
-        """Build the batch of the pairs, with the reference's `ref_logp` [B, T]; a collective."""
-        batch = pairs_to_batch(pairs)
+        return pairs_to_batch(pairs)
+
+    def inputs(self, batch: Batch) -> Batch:
+        """Add the reference's `ref_logp` [B, T]; a collective."""
+        aligned = super().inputs(batch)
         with self.stats.timing("ref_logp"):
-            return batch | {"ref_logp": self.reference.compute_logprobs(batch)}
+            return aligned | {"ref_logp": self.reference.compute_logprobs(aligned)}
 
     def weight(self, batch: Batch) -> Tensor:
         """Return the number of pairs."""

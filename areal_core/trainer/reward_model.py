@@ -1,6 +1,7 @@
 """Training of a reward model: of a pair, the chosen answer is trained to score higher."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ class RWTrainer(SupervisedTrainer):
     Args:
         train_dataset: pairs (`get_dataset` with type "rw").
         valid_dataset: validation pairs; by default those of `config.valid_dataset`, if it is set.
+        hooks: those of `SupervisedTrainer`.
     """
 
     name = "rw"
@@ -25,9 +27,13 @@ class RWTrainer(SupervisedTrainer):
     load = staticmethod(load_score_model)
 
     def __init__(
-        self, config: RWConfig, train_dataset: Sequence[Pair], valid_dataset: Sequence[Pair] | None = None
+        self,
+        config: RWConfig,
+        train_dataset: Sequence[Pair] | None = None,
+        valid_dataset: Sequence[Pair] | None = None,
+        **hooks: Any,
     ) -> None:
-        super().__init__(config, train_dataset, valid_dataset)
+        super().__init__(config, train_dataset, valid_dataset, **hooks)
         self.restore()
 
     def to_batch(self, pairs: Sequence[Pair]) -> Batch:

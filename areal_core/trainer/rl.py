@@ -5,16 +5,16 @@ it: set-up, recovery, logging, error handling and clean-up.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areal_core.agent.transcript import without_transcripts
-from areal_core.config import PPOConfig, config_to_dict, masked_options
+from areal_core.config import PPOConfig
 from areal_core.config.train_engine import OWN_CODE
-from areal_core.engine.checkpoint.distributed import Engines, save_checkpoint
+from areal_core.engine.checkpoint.distributed import Engines
 from areal_core.engine.determinism import branch_rng, rng_state
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import Ranks
@@ -25,11 +25,10 @@ from areal_core.rollout.episodes import AcceptFn
 from areal_core.rollout.loop_thread import short_collections
 from areal_core.rollout.source import RolloutSource
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
-from areal_core.safety.secrets import masker
 from areal_core.telemetry.loggers import StatsLogger
 from areal_core.telemetry.stats import Stats
 from areal_core.trainer import build, build_models, build_rollouts
-from areal_core.trainer.checkpointing import Recovery, Saver, step_of
+from areal_core.trainer.checkpointing import Recovery, Saver
 from areal_core.trainer.computed_by import identity
 from areal_core.trainer.evaluation import (
     Evaluation,
@@ -42,14 +41,12 @@ from areal_core.trainer.evaluation_run import EvaluationRun, load_models
 from areal_core.trainer.live import LiveRollouts
 from areal_core.trainer.nonfinite import NonFiniteGuard
 from areal_core.trainer.objective import build_objective
+from areal_core.trainer.observed import ObservedRun, Observer
 from areal_core.trainer.scored_rollouts import RewardModel, ScoredRollouts
 from areal_core.trainer.shared_devices import SharedDevices, TurnRollouts
 from areal_core.trainer.step_stats import log_batch, log_settings, log_versions
-from areal_core.trainer.trace_hooks import NO_TRACING, Tracing
 from areal_core.trainer.update import critic_values, update, update_critic
 
-# observer(event, **facts): the events and their facts are listed in ARCHITECTURE.md.
-Observer = Callable[..., None]
 Turn = Callable[[], contextlib.AbstractContextManager[None]]
 
 
@@ -115,14 +112,7 @@ def train_steps(
                 engine.step_schedule()
             trainer.version += 1
             trainer.last_stats = stats.export()
-            observe(
-                "step",
-                step=step,
-                version=trainer.version,
-                plan=plan,
-                stats=trainer.last_stats,
-                checksums=trainer.checksums(plan) if trainer.takes_checksums else {},
-            )
+            trainer._observe_step(step, plan, trainer.last_stats)
             guard.check_weights(engines, f"after step {step}", step)
             del batch, values, inputs  # else they stay in memory until the next step replaces them
 
@@ -153,7 +143,7 @@ def put_to_sleep(engines: Engines) -> int:
     return sum(engine.offloaded_bytes for engine in engines.values())
 
 
-class PPOTrainer:
+class PPOTrainer(ObservedRun):
     """A run of policy optimisation on this rank, as a context manager.
 
     Args:
@@ -188,8 +178,6 @@ class PPOTrainer:
     reward_model: RewardModel | None = None
     devices: SharedDevices | None = None
     source: RolloutSource | None = None
-    tracing: Tracing = NO_TRACING
-    first_step = version = 0
 
     def __init__(
         self,
@@ -223,7 +211,7 @@ class PPOTrainer:
         self.built_objective = self.objective = build_objective(
             config.actor, self.ranks.sum, self.stats, config.teacher, config.gconfig.reward_normalization
         )
-        self.computed_by: dict[str, Any] = {}
+        self.own_parts: dict[str, Any] = {}
         self.device_identity = device_identity(self.ranks.device)
         self.engines: dict[str, FSDPEngine] = {}  # the trained models: what checkpoints contain
         self.last_stats: dict[str, float] = {}
@@ -321,7 +309,7 @@ class PPOTrainer:
         source, evaluation = self.source, None
         if source is None:
             dynamic_filter_fn = dynamic_filter_fn or self.config.actor.dynamic_filter_fn
-            self.computed_by |= {"workflow": workflow, "dynamic_filter_fn": dynamic_filter_fn}
+            self.own_parts |= {"workflow": workflow, "dynamic_filter_fn": dynamic_filter_fn}
             live = self._live_rollouts(workflow, workflow_kwargs or {}, dynamic_filter_fn)
             source = build_rollouts.share_rollouts(self.config, self.ranks, live, self.devices)
             turn = source.turn_of_engine if isinstance(source, TurnRollouts) else contextlib.nullcontext
@@ -367,8 +355,7 @@ class PPOTrainer:
                 batch["prompt_id"] += step * len(rows)  # no prompt occurs in two steps of a run
                 self.version, self.last_stats = model.version, stats.export()
                 self._observe("batch", step=step, version=model.version, batch=batch, rng=states)
-                facts = {"plan": {}, "stats": self.last_stats, "checksums": {}}
-                self._observe("step", step=step, version=model.version, **facts)
+                self._observe_step(step, {}, self.last_stats)
                 logger.commit(step, self.last_stats)
             evaluation.finish()
 
@@ -380,18 +367,6 @@ class PPOTrainer:
         with self.live_stats.timing("checkpoint_for_recover"):
             saved = self.recovery.save_when_due(step, self.version, self.engines, source)
         self._observe_checkpoint(saved)
-
-    def checksums(self, plan: dict[str, Any] | None = None) -> dict[str, str]:
-        """Return the crc32c of every trained parameter by name (a critic's: `critic.NAME`).
-
-        A collective. A checksum is 8 hexadecimal digits. `plan`, if given, gets as `shards` one of
-        all shards of each rank, by model.
-        """
-        found = {name: engine.all_checksums() for name, engine in self.engines.items()}
-        if plan is not None:
-            plan["shards"] = {name: each.shards for name, each in found.items()}
-        of_critic = found["critic"].tensors if "critic" in found else {}
-        return found["actor"].tensors | {f"critic.{name}": value for name, value in of_critic.items()}
 
     def _live_rollouts(
         self, workflow: Any, arguments: dict[str, Any], filter_fn: AcceptFn | str | None
@@ -436,7 +411,7 @@ class PPOTrainer:
     def _workflow(self, workflow: Any, arguments: dict[str, Any], gconfig: Any) -> RolloutWorkflow:
         arguments = build_rollouts.with_served_rewards(workflow, arguments, self.config.scheduler)
         if "reward_fn" in arguments:
-            self.computed_by.setdefault("reward_fn", arguments["reward_fn"])
+            self.own_parts.setdefault("reward_fn", arguments["reward_fn"])
         return build_rollouts.build_workflow(
             workflow,
             arguments,
@@ -448,53 +423,15 @@ class PPOTrainer:
             self.processor,
         )
 
-    @contextlib.contextmanager
-    def _start_and_end_observed(self) -> Iterator[None]:
-        error: str | None = None
-        try:
-            self._observe_start()
-            yield
-        except BaseException as raised:
-            error = masker().text(f"{type(raised).__name__}: {raised}")
-            raise
-        finally:
-            self._observe("end", steps=self.version, error=error)
-
-    def _observe_start(self) -> None:
-        self._observe(
-            "start",
-            config=masked_options(config_to_dict(self.config)),
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
-            data_parallel_rank=self.ranks.data_parallel_rank,
-            data_parallel_size=self.ranks.data_parallel_size,
-            model_path=self.config.actor.path,
-            tokenizer=self.tokenizer,
-            processor=self.processor,
-            version=self.version,
-            computed_by=self._computed_by(),
-            save_checkpoint=lambda folder, step: save_checkpoint(
-                folder, self.engines, {"step": step, "version": self.version}
-            ),
-        )
-
     def _computed_by(self) -> dict[str, Any]:
         """Return the identity of what computes a step besides the trainer, by the option's name."""
         actor = self.config.actor
-        parts = {name: getattr(actor, name) for name in OWN_CODE} | self.computed_by
+        parts = {name: getattr(actor, name) for name in OWN_CODE} | self.own_parts
         if self.objective is not self.built_objective:  # the script has set it
             parts["objective"] = self.objective
         return {
             name: identity(value, self.built_objective) for name, value in parts.items() if value is not None
         }
-
-    def _observe_checkpoint(self, completed: Path | None) -> None:
-        if completed is not None:
-            self._observe("checkpoint", step=step_of(completed), folder=completed)
-
-    def _observe(self, event: str, **facts: Any) -> None:
-        for observer in (*self.observers, *self.tracing.observers):
-            observer(event, **facts)
 
     def close(self) -> None:
         """Release processes, connections and the process group."""

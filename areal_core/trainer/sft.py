@@ -22,6 +22,7 @@ class SFTTrainer(SupervisedTrainer):
         train_dataset: rows with `input_ids` and `loss_mask`, lists of int (`get_dataset` with type
             "sft"); for a vision model also with `images`, see `rows_to_batch`.
         valid_dataset: validation rows; by default those of `config.valid_dataset`, if it is set.
+        hooks: those of `SupervisedTrainer`.
     """
 
     name = "sft"
@@ -29,10 +30,11 @@ class SFTTrainer(SupervisedTrainer):
     def __init__(
         self,
         config: SFTConfig,
-        train_dataset: Sequence[dict[str, Any]],
+        train_dataset: Sequence[dict[str, Any]] | None = None,
         valid_dataset: Sequence[dict[str, Any]] | None = None,
+        **hooks: Any,
     ) -> None:
-        super().__init__(config, train_dataset, valid_dataset)
+        super().__init__(config, train_dataset, valid_dataset, **hooks)
         self.restore()
 
     def to_batch(self, rows: Sequence[dict[str, Any]]) -> Batch:

@@ -5,22 +5,28 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from areal_core.config import DPOConfig, RWConfig, SFTConfig
-from areal_core.data import get_dataset
-from areal_core.data.batch import Batch
+from areal_core.data import PromptLoader, get_dataset
+from areal_core.data.batch import RAGGED, Batch
 from areal_core.data.read import full_batches
 from areal_core.data.rows import Row
+from areal_core.engine.determinism import rng_state
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
-from areal_core.engine.ranks import Ranks, leave_ranks
+from areal_core.engine.ranks import Ranks
+from areal_core.engine.recompute import device_identity
 from areal_core.errors import ConfigError
+from areal_core.rollout.source import RolloutSource, TrainedWeights
 from areal_core.telemetry.stats import Stats
 from areal_core.trainer import build
-from areal_core.trainer.batches import measure_rows
+from areal_core.trainer.batches import measure_rows, next_token_aligned
 from areal_core.trainer.checkpointing import Frequency, Recovery, Saver
 from areal_core.trainer.evaluation import (
     EvaluationResults,
@@ -30,8 +36,13 @@ from areal_core.trainer.evaluation import (
     evaluates_only,
 )
 from areal_core.trainer.nonfinite import NonFiniteGuard
+from areal_core.trainer.observed import ObservedRun, Observer
+from areal_core.trainer.update import record_result, train_minibatch
 
 T = TypeVar("T")
+# what a step computes with, of a batch
+INPUTS = frozenset({"input_ids", "attention_mask", "loss_mask", "mm_token_type_ids", *RAGGED, "image_count"})
+KEPT = INPUTS | {"prompt_id", "sample_id"}
 
 
 def never(step: int) -> bool:
@@ -39,7 +50,7 @@ def never(step: int) -> bool:
     return False
 
 
-class SupervisedTrainer(ABC):
+class SupervisedTrainer(ObservedRun, ABC):
     """One model, its rows, and everything around its steps, as a context manager.
 
     A method defines the batch of its rows, the loss, its denominator, and the results per row; its
@@ -47,8 +58,12 @@ class SupervisedTrainer(ABC):
     ('fsdp:d1|eval') there is no `actor` before `train`, which builds one for each model.
 
     Args:
-        train_dataset: the rows of all ranks.
+        train_dataset: the rows of all ranks; not needed when `source` is given.
         valid_dataset: validation rows; by default those of `config.valid_dataset`, if it is set.
+        source: builds the source of batches from the trainer, for a run without validation; by
+            default batches are of `train_dataset`.
+        observers, total_steps, checkpoint, stop_after, print_steps, stops_at_nonfinite, join: as of
+            `PPOTrainer`.
 
     Raises:
         ConfigError: `evaluator` requests validation, and there are no validation rows.
@@ -61,39 +76,70 @@ class SupervisedTrainer(ABC):
     def __init__(
         self,
         config: SFTConfig | RWConfig | DPOConfig,
-        train_dataset: Sequence[Row],
+        train_dataset: Sequence[Row] | None = None,
         valid_dataset: Sequence[Row] | None = None,
+        *,
+        source: Callable[[Any], RolloutSource] | None = None,
+        observers: Sequence[Callable[[Any], Observer]] = (),
+        total_steps: int | None = None,
+        checkpoint: Path | None = None,
+        stop_after: int | None = None,
+        print_steps: bool = True,
+        stops_at_nonfinite: bool = True,
+        join: Callable[[Any], Ranks] = build.start_process,
     ) -> None:
         self.only_evaluates = evaluates_only(config)
         if self.only_evaluates:
             actor: Any = replace(config.actor, optimizer=None, use_lora=False)
             config = replace(config, actor=actor)
-        self.config = config
-        self.train_dataset, self.valid_dataset = train_dataset, valid_dataset
-        self.total_steps = 0 if self.only_evaluates else build.count_steps(config, len(train_dataset))
+        self.config: SFTConfig | RWConfig | DPOConfig = config
+        self.method, self.print_steps = self.name, print_steps
+        self.train_dataset, self.valid_dataset = train_dataset or (), valid_dataset
+        if self.only_evaluates:
+            total_steps = 0
+        elif total_steps is None:
+            total_steps = build.count_steps(config, len(self.train_dataset))
+        self.total_steps = total_steps
+        self.end_step = total_steps if stop_after is None else min(total_steps, stop_after + 1)
         self._cleanup = contextlib.ExitStack()
-        self.ranks = build.start_process(config)
-        self._cleanup.callback(leave_ranks)
+        self.ranks = join(config)
+        self._cleanup.callback(self.ranks.leave)
         self.tokenizer = build.load_tokenizer(config)
-        self.stats = Stats(self.ranks.is_group_leader)
+        self.stats = Stats(self.ranks.is_group_leader, self.ranks.gather_objects)
+        self.observers = []
         if self.only_evaluates:
             return
+        self._make_observers, self._checkpoint = observers, checkpoint
         self.actor = self._build_actor(config.actor.path)
-        self.guard = NonFiniteGuard(config, {"actor": config.actor}, self.ranks, self.tokenizer, self.stats)
-        self.loader = build.build_loader(config, self.ranks, train_dataset)
+        self.processor = self.actor.processor
+        options = {"actor": config.actor}
+        self.guard = NonFiniteGuard(
+            config, options, self.ranks, self.tokenizer, self.stats, stops_at_nonfinite
+        )
         self.engines = {"actor": self.actor}
-        steps_per_epoch = self.loader.steps_per_epoch
+        steps_per_epoch = 1
+        if source is not None:
+            self.source: RolloutSource = source(self)
+        else:
+            rows = DatasetRows(build.build_loader(config, self.ranks, self.train_dataset), self)
+            self.source, steps_per_epoch = rows, rows.loader.steps_per_epoch
         self.recovery = Recovery(config, self.ranks, steps_per_epoch)
         self._cleanup.callback(self.recovery.close)
         saving = self.recovery.keep("saver", build.build_frequency(config.saver, self.ranks, steps_per_epoch))
         self.saver = Saver(config, self.engines, self.tokenizer, saving)
         self._cleanup.callback(self.saver.close)
-        self.validation = build_validation(self, valid_dataset)
-        self.recovery.keep("evaluator", self.validation.frequency)
+        self.validation: Validation | None = None
+        if source is None:
+            self.validation = build_validation(self, valid_dataset, steps_per_epoch)
+            self.recovery.keep("evaluator", self.validation.frequency)
 
     @abstractmethod
     def to_batch(self, rows: Sequence[Row]) -> Batch:
-        """Build the padded batch of this rank's rows of a step, perhaps none; a collective."""
+        """Build the padded batch of rows, perhaps none; position t of the mask is of token t."""
+
+    def inputs(self, batch: Batch) -> Batch:
+        """Return the next-token aligned batch that the loss gets; a collective."""
+        return next_token_aligned({key: value for key, value in batch.items() if key in INPUTS})
 
     @abstractmethod
     def weight(self, batch: Batch) -> Tensor:
@@ -117,11 +163,14 @@ class SupervisedTrainer(ABC):
         """Continue from the newest complete checkpoint, if `recover.mode` says so; a collective."""
         if self.only_evaluates:
             return
-        self.first_step = self.recovery.load(self.engines).step
-        self.recovery.restore(self.loader)
+        self.first_step = self.version = self.recovery.load(self.engines, self._checkpoint).step
+        self.recovery.restore(self.source)
         continued = self.first_step > 0
         self.tracing = build.build_tracing(self.config, self.ranks, self.stats, continued=continued)
         self._cleanup.callback(self.tracing.close)
+        self.observers = [make(self) for make in self._make_observers]
+        # Checksums are collectives: if one rank has an observer, all ranks compute them.
+        self.takes_checksums = self.ranks.maximum(len(self.observers)) > 0
 
     def train(self, stop: Callable[[int], bool] = never) -> None:
         """Train to the last step, or the first after which `stop(step)` is true; write the model.
@@ -133,63 +182,71 @@ class SupervisedTrainer(ABC):
         if self.only_evaluates:
             self._evaluate_models()
             return
-        steps = (self.first_step, self.total_steps)
-        with build.build_loggers(self.config, self.ranks, steps) as logger:
-            if self.first_step == 0 and self.config.evaluator.eval_before_train:
+        steps, config = (self.first_step, self.total_steps), self.config
+        with (
+            self._start_and_end_observed(),
+            build.build_loggers(config, self.ranks, steps, self.print_steps) as logger,
+        ):
+            if self.first_step == 0 and config.evaluator.eval_before_train:
                 self.evaluate(f"eval-before-{self.name}")
             self.guard.check_weights(self.engines, "before the first step")
-            for step in range(self.first_step, self.total_steps):
-                self._train_step(step)
-                if self.validation.frequency.is_due(step):
+            for step in range(self.first_step, self.end_step):
+                with self.stats.timing("step"), self.stats.scope(self.name):
+                    stats = self._train_step(step)
+                if self.validation is not None and self.validation.frequency.is_due(step):
                     self.evaluate(f"eval-{self.name}")
-                stats = self.stats.export()
+                stats = stats | self.stats.export()
                 logger.commit(step, stats)
                 self.tracing.commit(step, stats)
                 self.saver.save_when_due(step)
-                self.recovery.save_when_due(step, step + 1, self.engines, self.loader)
+                self._observe_checkpoint(
+                    self.recovery.save_when_due(step, step + 1, self.engines, self.source)
+                )
                 if stop(step):
                     break
             if self.saver.saves_last:
                 self.saver.save("final")
             self.saver.finish()
-            self.recovery.finish()
+            self._observe_checkpoint(self.recovery.finish())
 
-    def _train_step(self, step: int) -> None:
-        """Train on this rank's rows of the next batch, in one optimizer step; a collective."""
-        with self.stats.timing("step"), self.stats.scope(self.name):
-            rows = self.loader.next_batch()
-            batch = self.to_batch([row for _, row in rows])
-            self.guard.verify(self.engines, step)
-            with self.stats.timing("train_step"), self.tracing.memory(step):
-                result = self.actor.train_batch(batch, self.loss, self.weight)
-            if result.fault is not None or not result.update_successful:
-                names = [f"row {number} of the run" for number, _ in rows for _ in range(self.granularity)]
-                every = range(len(names))
-                self.guard.skipped(
-                    "actor",
-                    self.actor,
-                    batch,
-                    self.loss,
-                    self.weight,
-                    step=step,
-                    minibatch=0,
-                    rows=every,
-                    names=names,
-                    fault=result.fault,
-                )
-            self.guard.check_weights(self.engines, f"after step {step}")
-            self.actor.step_schedule()
-            self.stats.scalar(
-                grad_norm=result.grad_norm,
-                lr=result.lr,
-                update_successful=float(result.update_successful),
+    def _train_step(self, step: int) -> dict[str, float]:
+        """Train on this rank's rows of the next batch, in one optimizer step; a collective.
+
+        Returns the statistics of the step.
+        """
+        given = self.source.next_batch(step, self.version)
+        batch = {key: value for key, value in given.items() if key in KEPT}  # a record has more
+        self._observe("batch", step=step, version=self.version, batch=batch, rng=rng_state())
+        inputs = self.inputs(batch)
+        self._observe("advantages", step=step, inputs=inputs)
+        names = [f"row {number} of the run" for number in batch["prompt_id"].tolist()]
+        self.guard.verify(self.engines, step)
+        with self.stats.timing("train_step"), self.tracing.memory(step):
+            result, followed = train_minibatch(
+                self.actor,
+                inputs,
+                list(range(len(names))),
+                self.loss,
+                partial(self._observe, step=step),
+                self.weight,
+                partial(self.guard.skipped, "actor", step=step, names=names),
             )
+        record_result(self.stats, result)
+        self.actor.step_schedule()
+        self.version += 1
+        stats = self.stats.export()
+        plan = {"total_steps": self.total_steps, "minibatches": [followed]}
+        self._observe_step(step, plan | {"device": device_identity(self.ranks.device)}, stats)
+        self.guard.check_weights(self.engines, f"after step {step}", step)
+        self._observe("weights", step=step, version=self.version)
+        return stats
 
     def evaluate(self, scope: str) -> None:
         """Record the training statistics of all validation rows under `scope`; a collective."""
+        batches = [] if self.validation is None else self.validation.batches
         with self.stats.timing("eval"), self.stats.scope(scope):
-            for rows in self.validation.batches:
-                self.actor.eval_batch(self.to_batch(rows), self.loss)
+            for rows in batches:
+                self.actor.eval_batch(self.inputs(self.to_batch(rows)), self.loss)
 
     def _evaluate_models(self) -> None:
         """Measure the rows of `evaluator` with each model, a line per row; a collective."""
@@ -223,13 +280,44 @@ class SupervisedTrainer(ABC):
             self.loss(*inputs)
             return self.results(*inputs)
 
-        return measure_rows(self.actor, rows, self.to_batch, results)
+        return measure_rows(self.actor, rows, lambda chosen: self.inputs(self.to_batch(chosen)), results)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._cleanup.close()
+
+
+@dataclass(frozen=True)
+class DatasetRows:
+    """A source of the dataset's rows: each is a prompt of its own, and a pair two samples of one."""
+
+    loader: PromptLoader
+    trainer: SupervisedTrainer
+
+    def next_batch(self, step: int, version: int) -> Batch:
+        """Return this rank's rows of the next batch; it does not depend on `step` and `version`."""
+        rows, size = self.loader.next_batch(), self.trainer.granularity
+        numbers = torch.tensor([number for number, _ in rows], dtype=torch.int64)
+        return self.trainer.to_batch([row for _, row in rows]) | {
+            "prompt_id": numbers.repeat_interleave(size),
+            "sample_id": torch.arange(size, dtype=torch.int32).repeat(len(rows)),
+        }
+
+    def update_weights(self, engine: TrainedWeights, version: int) -> None:
+        """Do nothing: nothing samples."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a position."""
+        self.loader.load_state_dict(state)
+
+    def close(self) -> None:
+        """Do nothing: nothing stays open."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +328,9 @@ class Validation:
     frequency: Frequency
 
 
-def build_validation(trainer: SupervisedTrainer, rows: Sequence[Row] | None) -> Validation:
+def build_validation(
+    trainer: SupervisedTrainer, rows: Sequence[Row] | None, steps_per_epoch: int
+) -> Validation:
     """Build the validation of `rows`, or by default those of `config.valid_dataset`.
 
     Raises:
@@ -251,7 +341,7 @@ def build_validation(trainer: SupervisedTrainer, rows: Sequence[Row] | None) -> 
         rows = full_batches(
             get_dataset(config.valid_dataset, tokenizer=trainer.tokenizer), config.valid_dataset
         )
-    frequency = build.build_frequency(config.evaluator, trainer.ranks, trainer.loader.steps_per_epoch)
+    frequency = build.build_frequency(config.evaluator, trainer.ranks, steps_per_epoch)
     if not rows and (frequency.is_set or config.evaluator.eval_before_train):
         raise ConfigError(
             "evaluator requests validation and valid_dataset is None: set valid_dataset, or pass the trainer's argument"

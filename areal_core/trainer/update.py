@@ -11,7 +11,7 @@ from torch import Tensor
 from areal_core.algorithm.losses import explained_variance, value_loss
 from areal_core.config import PPOCriticConfig
 from areal_core.data.batch import Batch, select_rows, sequence_lengths, split_rows
-from areal_core.engine.fsdp import FSDPEngine, LossFunction, ignore_event
+from areal_core.engine.fsdp import FSDPEngine, LossFunction, TrainResult, ignore_event
 from areal_core.engine.ranks import Ranks
 from areal_core.telemetry.stats import Stats
 from areal_core.trainer.nonfinite import NonFiniteGuard
@@ -37,10 +37,7 @@ def update(
     Args:
         inputs: next-token aligned rows of this rank, with the keys that `loss` needs.
         weigh: returns the denominator of the loss of rows.
-        observe: receives the events of `FSDPEngine.train_batch`, and `micro_batch` after each step.
-        on_skipped: called on every rank for an optimizer step that was not taken, or had a `fault`,
-            with `engine`, `inputs`, `loss` and `weigh`, and that, its `minibatch` and `rows` by
-            name.
+        observe, on_skipped: as in `train_minibatch`.
 
     Returns:
         The plan that was followed, in JSON types: rows, micro-batches and results per
@@ -49,45 +46,76 @@ def update(
     plan = []
     trees = engine.units(inputs) if engine.shares_prefixes else None
     for index, rows in enumerate(divide_into_minibatches(inputs, num_minibatches, engine.ranks, trees)):
-        observe_engine = partial(observe, minibatch=index, rows=rows)
-        result = engine.train_batch(select_rows(inputs, rows), loss, weigh, observe_engine)
-        stats.scalar(
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
-            update_successful=float(result.update_successful),
-            num_micro_batches=len(result.micro_batches),
+        result, followed = train_minibatch(
+            engine, inputs, rows, loss, observe, weigh, on_skipped, minibatch=index
         )
-        fault = result.fault
-        if (fault is not None or not result.update_successful) and on_skipped is not None:
-            on_skipped(engine, inputs, loss, weigh, minibatch=index, rows=rows, fault=fault)
-        for number, micro in enumerate(result.micro_batches):
-            observe(
-                "micro_batch",
-                minibatch=index,
-                micro_batch=number,
-                rows=[rows[row] for row in micro.rows],
-                num_tokens=micro.num_tokens,
-                loss=micro.loss,
-                weight=micro.weight,
-            )
-        plan.append(
-            {
-                "rows": rows,
-                "micro_batches": [[rows[row] for row in micro.rows] for micro in result.micro_batches],
-                "loss_denominator": result.total_weight,
-                "lr": result.lr.hex(),
-                "grad_norm": result.grad_norm.hex(),
-                "loss": result.loss.hex(),
-            }
-        )
-        if result.sums is not None:
-            plan[-1]["sums"] = [[sums.document() for sums in each] for each in result.sums]
-        if fault is not None:
-            plan[-1]["fault"] = fault.document()
-        if engine.shares_prefixes:
-            plan[-1]["tree_tokens"] = [micro.num_computed for micro in result.micro_batches]
+        stats.scalar(loss=result.loss)
+        record_result(stats, result)
+        plan.append(followed)
     return plan
+
+
+def record_result(stats: Stats, result: TrainResult) -> None:
+    """Record the statistics of an optimizer step, but for its loss."""
+    stats.scalar(
+        grad_norm=result.grad_norm,
+        lr=result.lr,
+        update_successful=float(result.update_successful),
+        num_micro_batches=len(result.micro_batches),
+    )
+
+
+def train_minibatch(
+    engine: FSDPEngine,
+    inputs: Batch,
+    rows: list[int],
+    loss: LossFunction,
+    observe: Callable[..., None],
+    weigh: Callable[[Batch], Tensor],
+    on_skipped: Callable[..., None] | None,
+    minibatch: int = 0,
+) -> tuple[TrainResult, dict[str, Any]]:
+    """Take one optimizer step on some rows of a batch; a collective.
+
+    Args:
+        observe: receives the events of `FSDPEngine.train_batch`, and `micro_batch` after the step.
+        on_skipped: called on every rank for an optimizer step that was not taken, or had a `fault`,
+            with `engine`, `inputs`, `loss` and `weigh`, and that, its `minibatch` and `rows` by
+            name.
+
+    Returns:
+        The result, and the plan of the step in JSON types.
+    """
+    observe_engine = partial(observe, minibatch=minibatch, rows=rows)
+    result = engine.train_batch(select_rows(inputs, rows), loss, weigh, observe_engine)
+    fault = result.fault
+    if (fault is not None or not result.update_successful) and on_skipped is not None:
+        on_skipped(engine, inputs, loss, weigh, minibatch=minibatch, rows=rows, fault=fault)
+    for number, micro in enumerate(result.micro_batches):
+        observe(
+            "micro_batch",
+            minibatch=minibatch,
+            micro_batch=number,
+            rows=[rows[row] for row in micro.rows],
+            num_tokens=micro.num_tokens,
+            loss=micro.loss,
+            weight=micro.weight,
+        )
+    plan = {
+        "rows": rows,
+        "micro_batches": [[rows[row] for row in micro.rows] for micro in result.micro_batches],
+        "loss_denominator": result.total_weight,
+        "lr": result.lr.hex(),
+        "grad_norm": result.grad_norm.hex(),
+        "loss": result.loss.hex(),
+    }
+    if result.sums is not None:
+        plan["sums"] = [[sums.document() for sums in each] for each in result.sums]
+    if fault is not None:
+        plan["fault"] = fault.document()
+    if engine.shares_prefixes:
+        plan["tree_tokens"] = [micro.num_computed for micro in result.micro_batches]
+    return result, plan
 
 
 def divide_into_minibatches(

@@ -24,7 +24,8 @@ from areal_debug.streams import open_standard_streams
 from areal_debug.train.script import mistakes_as_sentences
 
 if TYPE_CHECKING:
-    from areal_core.trainer.rl import Observer, PPOTrainer
+    from areal_core.trainer.observed import Observer
+    from areal_core.trainer.rl import PPOTrainer
     from areal_debug.goto.report import GotoOptions
     from recorder import Record
     from replayer.goto import Scene

@@ -7,7 +7,8 @@ from types import FrameType
 
 from rich.console import Console
 
-from areal_core.trainer.rl import Observer, PPOTrainer
+from areal_core.trainer.observed import Observer
+from areal_core.trainer.rl import PPOTrainer
 from areal_debug.render import QUIET, console, format_number, styled
 from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions

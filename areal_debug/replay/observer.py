@@ -14,7 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from areal_core.trainer.rl import Observer, PPOTrainer
+from areal_core.trainer.observed import Observer
+from areal_core.trainer.rl import PPOTrainer
 from areal_debug.render import QUIET, REPORT_FILE, VERBOSE, console, write_report
 from areal_debug.replay.report import print_start, print_step, report_of
 from areal_debug.report.terminal import print_report

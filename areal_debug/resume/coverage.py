@@ -23,6 +23,7 @@ from recorder import Record
 LEAST_SHARE, FEWEST = 0.01, 3  # of the rows, and rows, that are worth a verdict
 PATIENCE = 4  # steps that a row may be in flight after rows behind it
 DISORDER = 3  # batches between two groups that follow each other, where the data is read in order
+IN_ORDER = 1 / 8  # of the data: a shuffled order has a median step of 0.29 of it
 WHOLE_GROUPS = 0.8  # of the groups have the usual size
 NUMBER = "number of the row"
 MOST_PLACES = 256  # of one text in the data
@@ -143,7 +144,7 @@ def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
     if len(groups) > 1:
         rows = placed(groups)
         batch = len(groups) // len({group.step for group in groups})
-        if np.median(np.abs(np.diff(rows))) > DISORDER * batch:
+        if np.median(np.abs(np.diff(rows))) > min(DISORDER * batch, max(1, len(data) * IN_ORDER)):
             notes.append(
                 "the data is read in another order than its own: record a row's number to know what was lost"
             )

@@ -257,6 +257,9 @@ def replay_setting(ranks: "WarmRanks", request: "Request", num_ranks: int, name:
 
 def compare_rewards(record: "Record", function: str, first: int, last: int, as_json: bool) -> "RescoreReport":
     """Score the steps again and print on which samples the rewards disagree; needs no model."""
+    from replayer.preconditions import check_is_policy
+
+    check_is_policy(record, "--reward")
     from areal_debug.report.terminal import print_report
     from areal_debug.reward.report import report_of_rescore
     from areal_debug.reward.rescore import TIMEOUT_S, rescore
@@ -351,6 +354,7 @@ def examine_step(
     from areal_debug.report.page import write_report
     from areal_debug.report.terminal import print_report
     from replayer.preconditions import (
+        check_is_policy,
         check_model,
         check_steps_present,
         check_values,
@@ -364,6 +368,7 @@ def examine_step(
         if page.suffix != ".html":
             fail(f"--output is {page}: --{kind} writes one page, so give a name that ends in .html")
         refuse_existing(page, force)
+    check_is_policy(record, f"--{kind}")
     step_range(record, step, step)
     check_steps_present(record, step, step)
     given = {"record": record.path, "step": step, "model": model, "config": config}

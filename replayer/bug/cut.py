@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,9 @@ from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.full_weights import FullTensors
 from areal_core.engine.sharding import fsdp_module
-from areal_core.trainer.rl import Observer, PPOTrainer, train_steps
+from areal_core.telemetry.loggers import GRAD_NORM, LOSS, first_of
+from areal_core.trainer.observed import Observer
+from areal_core.trainer.rl import PPOTrainer, train_steps
 from recorder import Record, RecordedStep, RecordHeader, Recording, commit_anchor, open_record
 from recorder.documents import json_bytes
 from recorder.environment import environment, folder_identity
@@ -40,7 +41,7 @@ from replayer.anchors import CHECKPOINT, anchor_folder
 from replayer.bug.cut_request import CutRequest
 from replayer.bug.shrink import Numbers, Row, Rows, Shrinker, Stopped, Symptom, parse_symptom, shown
 from replayer.carried import ALLOWED, CUT_FILE, MODELS, REFERENCES, Cut
-from replayer.check import GRAD_NORM, LOSS, StepResult
+from replayer.check import StepResult, number_of
 from replayer.errors import ReplayError, WrongFilter
 from replayer.preconditions import nearest_anchor
 from replayer.request import Request
@@ -389,8 +390,8 @@ class Collector:
         ranks = self.bench.trainer.ranks.gather_leaders(own)
         lists = ("advantages", "logprobs", "rewards", "lengths")
         return Numbers(
-            loss=self.stats.get(LOSS, math.nan),
-            grad_norm=self.stats.get(GRAD_NORM, math.nan),
+            loss=number_of(self.stats, LOSS),
+            grad_norm=number_of(self.stats, GRAD_NORM),
             stats=self.stats,
             **{name: [value for one in ranks for value in one[name]] for name in lists},
             num_rows=len(self.rows),
@@ -476,7 +477,8 @@ def recorded_numbers(record: Record, step: int) -> dict[str, float]:
     if not record.header.recording.has_plans:
         return {}
     stats = record.step(step).outcome(0).stats
-    return {name: stats[full] for name, full in (("loss", LOSS), ("grad_norm", GRAD_NORM)) if full in stats}
+    found = {"loss": first_of(stats, LOSS), "grad_norm": first_of(stats, GRAD_NORM)}
+    return {name: number for name, number in found.items() if number is not None}
 
 
 class Shrinking:

@@ -9,6 +9,7 @@ from replayer.carried import read_cut
 from replayer.errors import ReplayError
 from replayer.preconditions import (
     check_anchor,
+    check_is_policy,
     check_model,
     check_steps_present,
     nearest_anchor,
@@ -53,6 +54,7 @@ def check_cut(record: Record, request: CutRequest) -> None:
             f"{record.path} has rollouts alone, so nothing shows whether the weights before step {step} can be made "
             "again: cut its first step or one with an anchor, or record with debug.dump_scope=plan"
         )
+    check_is_policy(record, "a cut with its model")
     check_steps_present(record, step, step)
     check_anchor(record, step)
     check_model(record, replay_config(record, request.model).actor.path, step)

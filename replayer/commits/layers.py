@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from areal_core.trainer.rl import Observer, PPOTrainer
+    from areal_core.trainer.observed import Observer
+    from areal_core.trainer.rl import PPOTrainer
     from recorder import Record
     from replayer.request import Request
     from replayer.run import MakeObserver

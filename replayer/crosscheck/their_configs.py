@@ -82,6 +82,8 @@ def options_of(origin: Origin) -> Configured:
 
 def of_ours(config: Mapping[str, Any]) -> Configured:
     actor = config["actor"]
+    if "gconfig" not in config:
+        raise ValueError("the record is of supervised training, without rewards and advantages to recompute")
     unchecked = {}
     for name in ("use_sapo_loss", "use_cispo_loss", "rejection_sampling", "m2_threshold", "entropy_coef"):
         if actor.get(name):

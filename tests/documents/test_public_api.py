@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def signatures(name: str) -> list[str]:
     if len(lines[0]) > 160:  # options of a config have their own reference
         lines = [f"{name}(...)"]
     if inspect.isclass(thing) and not issubclass(thing, tuple):
-        for method, body in sorted(vars(thing).items()):
+        bases = [base for base in thing.__mro__ if base.__module__.startswith("areal_core.trainer")]
+        for method, body in sorted(ChainMap(*map(vars, [thing, *bases])).items()):
             if not method.startswith("_") and inspect.isfunction(body):
                 lines.append(f"  .{method}({names_of(inspect.signature(body))})")
     return lines

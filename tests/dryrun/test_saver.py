@@ -4,17 +4,14 @@ import pytest
 
 from areal_core.config import SFTConfig
 from areal_core.config.train_engine import OptimizerConfig
-from areal_core.trainer import build, supervised
 from areal_core.trainer.sft import SFTTrainer
 
 ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i in range(6)]
 
 
 @pytest.fixture
-def config(tiny_model, ranks, tmp_path, monkeypatch) -> SFTConfig:
+def config(tiny_model, in_process, tmp_path) -> SFTConfig:
     """Two epochs of three steps, in this process."""
-    monkeypatch.setattr(build, "start_process", lambda config: ranks)
-    monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
     config = SFTConfig(experiment_name="e", trial_name="t", allocation_mode="fsdp:d1", total_train_epochs=2)
     config.cluster.fileroot = str(tmp_path)
     config.actor.path, config.actor.dtype = str(tiny_model), "float32"
@@ -32,10 +29,12 @@ def config(tiny_model, ranks, tmp_path, monkeypatch) -> SFTConfig:
         ({}, set()),
     ],
 )
-def test_checkpoints_are_written_whenever_a_period_ends(config, tmp_path, monkeypatch, periods, steps):
+def test_checkpoints_are_written_whenever_a_period_ends(
+    config, in_process, tmp_path, monkeypatch, periods, steps
+):
     for name, value in periods.items():
         setattr(config.saver, name, value)
-    with SFTTrainer(config, ROWS) as trainer:
+    with SFTTrainer(config, ROWS, join=in_process) as trainer:
         hours = iter(range(0, 10_000, 60))  # a clock by which each step takes a minute
         trainer.saver.frequency.clock = lambda: float(next(hours))
         trainer.saver.frequency.__post_init__()

@@ -20,7 +20,7 @@ from areal_core.engine.vision_models import plain_inputs
 from areal_core.errors import ModelError
 from areal_core.testing import step_with_gradients
 from areal_core.testing.tiny_vision import VISION_FAMILIES, make_tiny_vision_model
-from areal_core.trainer.batches import rows_to_batch
+from areal_core.trainer.batches import next_token_aligned, rows_to_batch
 from tests.engine import vision_program as program
 
 PROGRAM = Path(__file__).parent / "vision_program.py"
@@ -207,7 +207,7 @@ def test_rows_of_supervised_data_have_the_keys_of_pictures(models):
         for sizes, row in ((sizes, program.row(processor, sizes)) for sizes in program.PICTURES)
     ]
     del rows[1]["images"], rows[1]["mm_token_type_ids"]  # a row of text among them
-    found = rows_to_batch(rows, has_images=True)
+    found = next_token_aligned(rows_to_batch(rows, has_images=True))
     assert found.keys() == want.keys()
     assert all(torch.equal(found[key], want[key]) for key in want)
     assert rows_to_batch([], has_images=True).keys() == want.keys()

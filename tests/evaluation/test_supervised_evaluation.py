@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from areal_core.config import DPOConfig, RWConfig, SFTConfig, config_from_dict
 from areal_core.paths import run_folder
-from areal_core.trainer import build, supervised
 from areal_core.trainer.dpo import DPOTrainer
 from areal_core.trainer.reward_model import RWTrainer
 from areal_core.trainer.sft import SFTTrainer
@@ -31,10 +30,8 @@ METHODS = {SFTTrainer: (SFTConfig, "sft"), DPOTrainer: (DPOConfig, "dpo"), RWTra
 
 
 @pytest.fixture
-def evaluate(ranks, tmp_path, monkeypatch):
+def evaluate(in_process, tmp_path):
     """Evaluate in this process; return the summary and the lines of each model."""
-    monkeypatch.setattr(build, "start_process", lambda config: ranks)
-    monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
 
     def run(trainer, rows, model, checkpoints, **evaluator) -> tuple[dict, list[list[dict]]]:
         cls, kind = METHODS[trainer]
@@ -46,7 +43,7 @@ def evaluate(ranks, tmp_path, monkeypatch):
             "allocation_mode": "fsdp:d1|eval", "device": "cpu", "cluster": {"fileroot": str(tmp_path)},
         }  # fmt: skip
         config = config_from_dict(tree, cls)
-        with trainer(config, rows[:1], rows) as made:
+        with trainer(config, rows[:1], rows, join=in_process) as made:
             made.train()
         folder = run_folder(config, "logs") / "evaluation"
         summary = json.loads((folder / "evaluation.json").read_text())

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 from areal_core.config import DPOConfig, RWConfig
 from areal_core.config.train_engine import OptimizerConfig
 from areal_core.engine.ranks import Ranks
-from areal_core.trainer import build, supervised
+from areal_core.trainer import supervised
 from areal_core.trainer.batches import pairs_to_batch
 from areal_core.trainer.dpo import DPOTrainer
 from areal_core.trainer.reward_model import RWTrainer
@@ -33,19 +33,17 @@ def make_config(method: str, folder, trial: str = "t"):
 
 
 @pytest.fixture
-def trainer(tiny_model, ranks, tmp_path, monkeypatch):
+def trainer(tiny_model, in_process, tmp_path):
     """Build a trainer in this process: `trainer(method, change, trial=...)`.
 
     `change` is called with the config.
     """
-    monkeypatch.setattr(build, "start_process", lambda config: ranks)
-    monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
 
     def make(method: str, change=lambda config: None, trial: str = "t", valid=HELD_OUT):
         config = make_config(method, tmp_path, trial)
         config.actor.path = str(tiny_model)
         change(config)
-        return {"dpo": DPOTrainer, "rw": RWTrainer}[method](config, TRAINING, valid)
+        return {"dpo": DPOTrainer, "rw": RWTrainer}[method](config, TRAINING, valid, join=in_process)
 
     return make
 

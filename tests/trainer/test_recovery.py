@@ -10,7 +10,7 @@ from areal_core.config import SFTConfig
 from areal_core.config.train_engine import OptimizerConfig
 from areal_core.engine.checkpoint.files import read_checkpoint
 from areal_core.errors import CheckpointError
-from areal_core.trainer import build, checkpointing, supervised
+from areal_core.trainer import checkpointing
 from areal_core.trainer.checkpointing import find_checkpoint
 from areal_core.trainer.sft import SFTTrainer
 
@@ -18,10 +18,8 @@ ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i
 
 
 @pytest.fixture
-def train(tiny_model, ranks, tmp_path, monkeypatch):
+def train(tiny_model, in_process, tmp_path):
     """Train four steps of two rows: `train(mode, stop_after)` returns the final weights."""
-    monkeypatch.setattr(build, "start_process", lambda config: ranks)
-    monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
 
     def run(
         mode: str, stop_after: int = 3, trial: str = "t", freq_steps: int = 1, **options: object
@@ -37,7 +35,7 @@ def train(tiny_model, ranks, tmp_path, monkeypatch):
         for name, value in options.items():
             section, _, option = name.partition("__")
             setattr(getattr(config, section), option, value)
-        with SFTTrainer(config, ROWS) as trainer:
+        with SFTTrainer(config, ROWS, join=in_process) as trainer:
             trainer.train(stop=lambda step: step == stop_after)
             return {name: tensor.tolist() for name, tensor in trainer.actor.named_full_tensors()}
 

@@ -12,7 +12,6 @@ from areal_core.config.train_engine import OptimizerConfig
 from areal_core.errors import MiscomputedError
 from areal_core.paths import run_folder
 from areal_core.testing.bit_flips import flip_bit
-from areal_core.trainer import build, supervised
 from areal_core.trainer.sft import SFTTrainer
 
 TRAINING = [{"input_ids": [5, 6, *range(7, 9 + i)], "loss_mask": [0, 0, *[1] * (i + 2)]} for i in range(8)]
@@ -22,10 +21,8 @@ HELD_OUT = [
 
 
 @pytest.fixture
-def train(tiny_model, ranks, tmp_path, monkeypatch):
+def train(tiny_model, in_process, tmp_path):
     """Train two steps in this process, and return the statistics of each."""
-    monkeypatch.setattr(build, "start_process", lambda config: ranks)
-    monkeypatch.setattr(supervised, "leave_ranks", lambda: None)
 
     def run(valid_dataset, debug=None, prepare=lambda trainer: None, **evaluator) -> list[dict[str, float]]:
         config = SFTConfig(experiment_name="e", trial_name="t", total_train_steps=2)
@@ -36,7 +33,7 @@ def train(tiny_model, ranks, tmp_path, monkeypatch):
         for section, options in ((config.evaluator, evaluator), (config.debug, debug or {})):
             for name, value in options.items():
                 setattr(section, name, value)
-        with SFTTrainer(config, TRAINING, valid_dataset) as trainer:
+        with SFTTrainer(config, TRAINING, valid_dataset, join=in_process) as trainer:
             prepare(trainer)
             trainer.train()
         lines = (run_folder(config, "logs") / "stats.jsonl").read_text().splitlines()
