@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_core.config.experiment import BaseExperimentConfig, PPOConfig, RWConfig
+from areal_core.config.experiment import BaseExperimentConfig, RWConfig
 from areal_core.config.train_engine import TrainEngineConfig
 
 
@@ -66,13 +66,6 @@ def images_in_use(config: BaseExperimentConfig) -> Iterator[str]:
                 f"evaluator.checkpoints has {path!r}, {names[1]}, and actor.path {actor!r} is {names[0]}: "
                 f"evaluate it by itself, with actor.path={path}"
             )
-    trained = config.train_dataset.path if config.train_dataset is not None else ""
-    engines = f"{config.allocation_mode} {config.rollout.backend}" if isinstance(config, PPOConfig) else ""
-    if is_of_images(trained) and "vllm" in engines:
-        yield (
-            f"train_dataset.path is {trained!r}, a dataset of images, which are not sent to vLLM: use SGLang "
-            f"(sglang:d1+fsdp:d1) or the embedded engine (embedded|fsdp:d1)"
-        )
     if model_type(actor) is None or model_type(actor, "vision_config") is not None:
         return
     for name in ("train_dataset", "valid_dataset"):

@@ -6,17 +6,14 @@ the server was started.
 """
 
 from base64 import b64decode
-from collections.abc import Sequence
-from itertools import groupby
 from operator import index
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from areal_core.data.images import data_url
-from areal_core.rollout.errors import MalformedReply, UnsupportedSampling, WrongServer
-from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.rollout.errors import MalformedReply, WrongServer
+from areal_core.rollout.types import Sampling
 from areal_core.servers.identity import ServerIdentity
 from areal_core.servers.reply import Chunk, Scored, json_of, parse_version, versions_of
 from areal_core.servers.server import Server, call
@@ -61,18 +58,8 @@ class SGLangWire(Wire):
             "stream": False,
         }
 
-    def with_images(self, payload: dict[str, Any], req: ModelRequest) -> dict[str, Any]:
-        """Return the JSON of a request with one placeholder for each picture, which SGLang expands.
-
-        Counts in the request and in its reply are of expanded tokens.
-
-        Raises:
-            UnsupportedSampling: the prompt's placeholders are not those of its pictures.
-        """
-        prompt, rest = req.input_ids, payload["input_ids"][len(req.input_ids) :]
-        collapsed_ids = collapsed(prompt, req.image_token_id, len(req.images))
-        image_data = [data_url(image) for image in req.images]
-        return payload | {"input_ids": collapsed_ids + rest, "image_data": image_data}
+    def image_fields(self, urls: list[str]) -> dict[str, Any]:
+        return {"image_data": urls}
 
     def adapter_fields(self, adapter: str) -> dict[str, Any]:
         return {"lora_path": adapter}
@@ -201,23 +188,6 @@ class SGLangWire(Wire):
 
 
 SGLANG = SGLangWire()
-
-
-def collapsed(input_ids: Sequence[int], image_token_id: int, num_images: int) -> list[int]:
-    """Return ids with one placeholder in place of each run of them, which is one picture.
-
-    Raises:
-        UnsupportedSampling: there are more or fewer runs than pictures.
-    """
-    found: list[int] = []
-    for key, run in groupby(input_ids, key=lambda token: token == image_token_id):
-        found += [image_token_id] if key else list(run)
-    if (num_runs := found.count(image_token_id)) != num_images:
-        raise UnsupportedSampling(
-            f"a prompt has {num_runs} runs of image tokens and {num_images} images: SGLang needs another "
-            "token between two images, as chat templates write it"
-        )
-    return found
 
 
 def parse_identity(model_info: str, server_info: str) -> ServerIdentity:

@@ -87,20 +87,20 @@ class ExpectedWeights:
     def __post_init__(self) -> None:
         for name in self.names:
             for part in parts_of(name):
-                self._holders.setdefault(part, []).append(name)
+                self._holders.setdefault(bare(part), []).append(name)
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors and hash them; parts are kept until their parameter is complete."""
         for name, tensor in weights:
-            if name not in self._holders:
+            if bare(name) not in self._holders:
                 self.unheld.append(name)
                 yield name, tensor
                 continue
-            for holder in self._holders[name]:
+            for holder in self._holders[bare(name)]:
                 parts = self._waiting.setdefault(holder, {})
-                parts[name] = tensor
+                parts[bare(name)] = tensor
                 if len(parts) == len(parts_of(holder)):
-                    self._add(holder, [parts[part] for part in parts_of(holder)])
+                    self._add(holder, [parts[bare(part)] for part in parts_of(holder)])
                     del self._waiting[holder]
             yield name, tensor
 
@@ -123,6 +123,11 @@ class ExpectedWeights:
             [name for name in known if not set(held.checksums[name]) <= self.checksums[name]],
             [*self.unheld, *(name for name in names if name not in self.checksums)],
         )
+
+
+def bare(name: str) -> str:
+    """Return a name without the modules that a server and a checkpoint of a vision model differ in."""
+    return ".".join(part for part in name.split(".") if part not in ("model", "language_model"))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_core.rollout.errors import MalformedReply, UnsupportedSampling, WrongServer
-from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.rollout.types import Sampling
 from areal_core.servers.identity import ServerIdentity
 from areal_core.servers.reply import Chunk, Scored, json_of, malformed, parse_version, versions_of
 from areal_core.servers.server import Server, call
@@ -47,6 +47,7 @@ class VLLMWire(Wire):
         load_adapter="/v1/load_lora_adapter",
         unload_adapter="/v1/unload_lora_adapter",
     )
+    token_ids = "token_ids"
 
     def generate_payload(
         self, input_ids: list[int], sampling: Sampling, num_new_tokens: int, num_sampled: int, rid: str
@@ -61,11 +62,8 @@ class VLLMWire(Wire):
         params |= further_params(sampling.server_only)
         return {"request_id": rid, "token_ids": input_ids, "sampling_params": params}
 
-    def with_images(self, payload: dict[str, Any], req: ModelRequest) -> dict[str, Any]:
-        """Raise `UnsupportedSampling`: vLLM's route of tokens takes pixels, not pictures."""
-        raise UnsupportedSampling(
-            "the request has images, and vLLM's route of token ids takes none: use sglang in allocation_mode"
-        )
+    def image_fields(self, urls: list[str]) -> dict[str, Any]:
+        return {"content_parts": [{"type": "image_url", "url": url} for url in urls]}
 
     def adapter_fields(self, adapter: str) -> dict[str, Any]:
         return {"model": adapter}

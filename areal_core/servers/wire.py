@@ -5,13 +5,15 @@ where it queries one server: it turns calls into routes and JSON, and replies in
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from areal_core.rollout.errors import MalformedReply, RequestRefused, WrongServer
+from areal_core.data.images import data_url
+from areal_core.rollout.errors import MalformedReply, RequestRefused, UnsupportedSampling, WrongServer
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.servers.identity import RunModel, ServerIdentity, check_model, check_release
 from areal_core.servers.reply import Chunk, Scored, json_of, malformed
@@ -67,6 +69,7 @@ class Wire(ABC):
     engine: str  # and its version
     releases: tuple[str, tuple[int, ...], tuple[int, ...], str]  # name, oldest, too new, in words
     routes: Routes
+    token_ids = "input_ids"  # name of the field
 
     @abstractmethod
     def generate_payload(
@@ -74,13 +77,22 @@ class Wire(ABC):
     ) -> dict[str, Any]:
         """Return the JSON of a request; the last `num_sampled` ids are of the completion."""
 
-    @abstractmethod
     def with_images(self, payload: dict[str, Any], req: ModelRequest) -> dict[str, Any]:
         """Return the JSON of a request, made for `req`, with its pictures.
 
+        The prompt has one placeholder for each picture, which the server expands. Counts in the
+        request and in its reply are of expanded tokens.
+
         Raises:
-            UnsupportedSampling: the server cannot read them.
+            UnsupportedSampling: the prompt's placeholders are not those of its pictures.
         """
+        prompt, rest = req.input_ids, payload[self.token_ids][len(req.input_ids) :]
+        ids = collapsed(prompt, req.image_token_id, len(req.images)) + rest
+        return payload | {self.token_ids: ids, **self.image_fields([data_url(one) for one in req.images])}
+
+    @abstractmethod
+    def image_fields(self, urls: list[str]) -> dict[str, Any]:
+        """Return the fields of pictures, in the order of their placeholders."""
 
     @abstractmethod
     def adapter_fields(self, adapter: str) -> dict[str, Any]: ...
@@ -260,3 +272,20 @@ def rejection_reason(server: Server, wire: Wire, model: RunModel | None) -> str:
     except (OSError, WrongServer) as error:
         return str(error)
     return ""
+
+
+def collapsed(input_ids: Sequence[int], image_token_id: int, num_images: int) -> list[int]:
+    """Return ids with one placeholder in place of each run of them, which is one picture.
+
+    Raises:
+        UnsupportedSampling: there are more or fewer runs than pictures.
+    """
+    found: list[int] = []
+    for key, run in groupby(input_ids, key=lambda token: token == image_token_id):
+        found += [image_token_id] if key else list(run)
+    if (num_runs := found.count(image_token_id)) != num_images:
+        raise UnsupportedSampling(
+            f"a prompt has {num_runs} runs of image tokens and {num_images} images: a server needs another "
+            "token between two images, as chat templates write it"
+        )
+    return found

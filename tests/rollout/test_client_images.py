@@ -1,4 +1,4 @@
-"""Requests with pictures in SGLang's form: one placeholder each, which the server expands."""
+"""Requests with pictures: one placeholder each, which the server expands."""
 
 import pytest
 import torch
@@ -9,8 +9,9 @@ from areal_core.data.images import data_url
 from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.rollout.errors import UnsupportedSampling
 from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.servers.sglang import SGLANG, collapsed
+from areal_core.servers.sglang import SGLANG
 from areal_core.servers.vllm import VLLM
+from areal_core.servers.wire import collapsed
 from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.testing.tiny_vision import make_tiny_processor, make_tiny_vision_model
 from tests.rollout.sampled import ask
@@ -68,5 +69,6 @@ def test_requests_and_scorings_have_one_placeholder_a_picture_and_the_sampled_to
     assert collapsed([1, 9, 9, 2, 9, 3], 9, 2) == [1, 9, 2, 9, 3]
     with pytest.raises(UnsupportedSampling, match="1 runs of image tokens and 2 images"):
         collapsed([1, 9, 9, 9, 3], 9, 2)
-    with pytest.raises(UnsupportedSampling, match="vLLM's route of token ids takes none"):
-        VLLM.with_images({"token_ids": row}, asked)
+    found = VLLM.with_images({"token_ids": row}, asked)
+    assert found["token_ids"] == collapsed(asked.input_ids, token, 2) + sampled
+    assert [part["url"] for part in found["content_parts"]] == [data_url(image) for image in PICTURES]
