@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec
 
+import click
+
 from areal_debug.render import errors_as_sentences, is_verbose, note
 from areal_debug.streams import guarded
 
@@ -51,7 +53,14 @@ def reads_untrusted(
                 body(*args, **kwargs)
                 return
             bounds = bounds_for(places, writes, reads, cpu_s=cpu_s)
-            run_confined(lambda: guarded(lambda: body(*args, **kwargs)), bounds, announce=announced)
+
+            def in_child() -> None:
+                try:
+                    body(*args, **kwargs)
+                except click.ClickException as error:  # misuse, which only its text leaves the child
+                    raise ValueError(error.format_message()) from None
+
+            run_confined(lambda: guarded(in_child), bounds, announce=announced)
 
         return wrapped
 

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from areal_debug.cli import main
 from consistency import transforms
+from tests import json_schema
 
 from .records import write_record
 
@@ -30,6 +31,7 @@ def test_imported_dump_is_checked_at_the_given_temperature(model, tmp_path):
     assert (done.exit_code, found["verdict"], found["num_tokens"]) == (0, "healthy", 24 * 50)
     done = run("consistency", dump, "--model", model, "--json")
     found = json.loads(done.stdout)
+    json_schema.check("consistency", found)
     assert (done.exit_code, found["causes"][0]["id"]) == (1, "R01")
 
 

@@ -8,6 +8,7 @@ import yaml
 
 from areal_debug.resume.coverage import coverage_of
 from recorder import open_record
+from tests import json_schema
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = {"sft": "gsm8k_sft.py", "dpo": "dpo.py", "rw": "reward_model.py"}
@@ -53,7 +54,10 @@ def replay(areal_debug):
     def run(record: Path, *options: object) -> tuple[int, dict]:
         done = areal_debug("replay", record, *options, "--json")
         assert done.stdout, done.stderr
-        return done.returncode, json.loads(done.stdout)
+        document = json.loads(done.stdout)
+        if "--find-faulty" not in options:
+            json_schema.check("replay", document)
+        return done.returncode, document
 
     return run
 
