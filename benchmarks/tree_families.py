@@ -6,7 +6,7 @@ For every family whose rows are packed in measurements/models.md, or the given o
 float32 model of model_families.py with rows that begin with the same tokens; the largest difference
 of log-probs and entropies (nats) and of gradients (relative to the norm of the tensor) between one
 tree and packed rows; or why its rows do not share tokens. Prints the table of
-docs/tree_training.md.
+docs/algorithms.md.
 """
 
 import re

@@ -48,7 +48,7 @@ def routing_sizes(config: PretrainedConfig) -> RoutingSizes:
 def _refusal(family: str, reason: str) -> ModelError:
     return ModelError(
         f"rollout.return_routed_experts is true, and the experts of {family!r} models cannot be replayed, "
-        f"because {reason}: set it to false, or train a model of docs/routed_experts.md"
+        f"because {reason}: set it to false, or train a model of docs/algorithms.md"
     )
 
 

@@ -120,7 +120,7 @@ class WhyReport:
         return f"{self.verdict.capitalize()}: {place}{how},{likely} because {cause.what}."
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types: the documented keys first, `docs/why.md`."""
+        """JSON types: the documented keys first, `docs/verbs/why.md`."""
         first, finding = self.difference, self.finding
         place = None if first is None else first.place
         return {
