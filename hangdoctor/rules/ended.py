@@ -8,6 +8,7 @@ from hangdoctor.case import Case
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph, rank_ranges
 from hangdoctor.model import Confidence, Ending, Evidence, Label
+from hangdoctor.parse.logs import first_match
 from hangdoctor.rules.verdict import (
     Verdict,
     begin,
@@ -24,7 +25,7 @@ from hangdoctor.rules.verdict import (
 from hangdoctor.tables import message
 from hangdoctor.waits import ThreadState
 
-RETRIES = message("ended", "retries")
+RETRIES, STUCK = message("ended", "retries"), message("progress", "watchdog_stuck")
 HOW = {
     "timed_out": "waited until a time-out",
     "lost_peer": "waited until a peer was gone",
@@ -42,7 +43,9 @@ def ended_otherwise(case: Case, graph: Graph) -> Verdict | None:
         return None
     ended = {e.rank for e in endings}
     waited = any(e.how == "timed_out" or e.named for e in endings) or bool(case.snapshot.records)
-    waited |= any(s.rank not in ended for s in graph.waiting_ranks)
+    waited |= any(s.rank not in ended for s in graph.waiting_ranks) or bool(
+        first_match(case.snapshot.logs, STUCK)
+    )
     if waited and not case.snapshot.recovered:
         return None
     failed = [e for e in endings if e.how in ("failed", "killed")]
@@ -68,7 +71,8 @@ def absent_at_the_end(case: Case, graph: Graph) -> Verdict | None:
     """Look for ranks without a stack that the others of a dead job have waited for."""
     absent = [e for e in case.snapshot.endings if e.rank in case.lost]
     waited = [e.rank for e in case.snapshot.endings if e.how in ("timed_out", "lost_peer")]
-    if not absent or not (waited or graph.waiting or any(e.named for e in absent)):
+    told = any(e.named for e in absent) or first_match(case.snapshot.logs, STUCK)
+    if not absent or not (waited or graph.waiting or told):
         return None
     broken = [e for e in absent if e.how in ("failed", "killed")]
     named = [e for e in absent if e.named]

@@ -3,7 +3,7 @@
 import re
 
 from hangdoctor.case import Case, Process
-from hangdoctor.frames import show
+from hangdoctor.frames import TABLES, show
 from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence, Evidence, Label
 from hangdoctor.rules.verdict import (
@@ -28,22 +28,7 @@ from hangdoctor.waits import ThreadState, context
 
 LOADERS = ("torch/utils/data/", "torchdata/", "webdataset/")
 # Waits for something outside the job, by the operation or else the kind, as a phrase.
-OUTSIDE_OPERATIONS = {
-    "storage": "for remote storage",
-    "service": "for a remote service",
-    WORKER_LOOP: "for a task from its driver",
-}
-OUTSIDE = {
-    "http": "for an HTTP response",
-    "rpc": "for a remote call",
-    "subprocess": "for a child process",
-    "socket": "for bytes from a socket",
-    "queue": "for a message from another process or thread",
-    "future": "for the result of another thread or process",
-    "file": "for a read or write of a file",
-    "join": "for a thread or process to end",
-    "launcher": "for the processes it started",
-}
+OUTSIDE: dict[str, str] = TABLES["outside"]
 
 
 def one_rank_verdict(
@@ -154,7 +139,7 @@ def external_wait(case: Case, graph: Graph) -> Verdict | None:
     if wait.kind == "queue" and any("cleanup" in s.wait.phases for s in case.ranks):
         best = "low"  # the other end of the queue is exiting
     usual = OUTSIDE.get(wait.kind, "for samples, rewards or a server")
-    what = OUTSIDE_OPERATIONS.get(wait.operation) or usual
+    what = OUTSIDE.get(wait.operation, usual)
     return one_rank_verdict("external_wait", case, graph, outside, what, best, children)
 
 

@@ -22,10 +22,11 @@ from hangdoctor.rules.verdict import (
     waiting_evidence,
     waiting_for,
 )
-from hangdoctor.tables import LAST_CALLS, MODULE_ENTRIES, message
+from hangdoctor.tables import LAST_CALLS, MODULE_ENTRIES, message, messages
 from hangdoctor.waits import context
 
-STORE_BARRIER = message("start_and_end", "store_barrier")
+STORE_BARRIER = messages("start_and_end", "store_barrier")
+STORE_COMPLETE = message("start_and_end", "store_complete")
 STATUS_TEXTS = {
     "gone": "has no process that could be dumped",
     "stopped": "is stopped (state T) and runs no instruction",
@@ -213,11 +214,13 @@ def never_joined(case: Case, graph: Graph) -> Verdict | None:
     """Return the verdict for a store barrier whose own count is lower than the world size: the rank
     that did not join it is not among the ranks that were read.
     """
+    lines = [(line, log.name) for log in case.snapshot.logs for line in log.lines]
+    complete = {m[1] for line, _ in lines if (m := STORE_COMPLETE.search(line))}
     counts = [
-        (int(m["world"]), int(m["workers"]), log.name)
-        for log in case.snapshot.logs
-        for line in log.lines
-        if (m := STORE_BARRIER.search(line))
+        (int(m["world"]), int(m["workers"]), name)
+        for line, name in lines
+        for pattern in STORE_BARRIER
+        if (m := pattern.search(line)) and m["key"] not in complete
     ]
     if not counts or graph.sources or any(s.wait.kind != "store" for s in case.ranks):
         return None
@@ -229,7 +232,7 @@ def never_joined(case: Case, graph: Graph) -> Verdict | None:
         "missing_rank",
         "medium" if case.ranks else "low",
         (),
-        f"{world - workers} of {world} ranks never joined the store's barrier: {waiting_for(graph)}.",
+        f"{world - workers} of {world} ranks never joined the store: {waiting_for(graph)}.",
         (joined, *waiting_evidence(graph)),
         "never_joined",
     )

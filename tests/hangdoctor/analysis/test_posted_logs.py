@@ -2,6 +2,9 @@
 
 # ruff: noqa: E501 -- lines of logs stay whole
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from hangdoctor.diagnose import diagnose
@@ -193,6 +196,10 @@ CASES = {
         "all 2 ranks wait in a synchronisation with the device at synchronize",
     ),
 }  # fmt: skip
+
+
+POSTS = tomllib.loads(Path(__file__).with_name("posts.toml").read_text(encoding="utf-8"))
+CASES |= {name: (p["text"], p["label"], tuple(p.get("culprits", ())), p["says"]) for name, p in POSTS.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
