@@ -59,7 +59,7 @@ def endings_of(job: JobLog, world_size: int | None, timed_out: set[int]) -> Ende
     for rank in (timed_out | job.waited) - set(found.endings):
         found.endings[rank] = Ending(rank, "timed_out", "its watchdog timed out")
     for rank, lines in job.written.items():
-        if rank not in found.endings and (words := next(filter(ALONE.search, lines), "")):
+        if rank not in found.endings and (words := next(filter(ALONE.search, lines[-20:]), "")):
             found.endings[rank] = Ending(rank, kind_of_line(words), words)
     for rank, (code, words) in job.exits.items():
         if rank not in found.endings and (how := how_ended(code, words, rank == job.first, bool(timed_out))):

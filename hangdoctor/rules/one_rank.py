@@ -45,7 +45,7 @@ def one_rank_verdict(
     waits = plural(culprits, "waits", "wait")
     return make_verdict(
         label,
-        confidence(case, graph, culprits, best if graph.waiting else "medium"),
+        confidence(case, graph, culprits, best if graph.waiting or best == "low" else "medium"),
         culprits,
         f"{begin(name_ranks(culprits))} {waits} {what} at {place(culprits[0])}; {waiting_for(graph)}.",
         stack_evidence(culprits, f"waits {what}", graph) + more + waiting_evidence(graph) + stillness(case),
@@ -136,8 +136,9 @@ def external_wait(case: Case, graph: Graph) -> Verdict | None:
         return None
     wait, children = outside[0].wait, child_evidence(case, outside, "its child process is in")
     best: Confidence = "high" if wait.kind in ("http", "rpc", "subprocess") or children else "medium"
-    if wait.kind == "queue" and any("cleanup" in s.wait.phases for s in case.ranks):
-        best = "low"  # the other end of the queue is exiting
+    exiting = wait.kind == "queue" and any("cleanup" in s.wait.phases for s in case.ranks)
+    if exiting or wait.operation == WORKER_LOOP:
+        best = "low"  # the other end of the queue is exiting; a worker without a task is sound
     usual = OUTSIDE.get(wait.kind, "for samples, rewards or a server")
     what = OUTSIDE.get(wait.operation, usual)
     return one_rank_verdict("external_wait", case, graph, outside, what, best, children)

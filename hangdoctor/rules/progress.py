@@ -75,7 +75,7 @@ def waits_for_requests(process: Process) -> bool:
     """
     receivers = {"recv_requests", "_process_input_queue", "recv_from_tokenizer"}
     receives = any(f.function in receivers for f in process.wait.frames)
-    return "engine" in process.wait.phases and (receives or process.wait.operation == ENGINE_LOOP)
+    return receives or ("engine" in process.wait.phases and process.wait.operation == ENGINE_LOOP)
 
 
 def asking(case: Case) -> list[Process]:

@@ -1,7 +1,7 @@
 """Rules for ranks that have not arrived, are leaving, or are gone."""
 
 from hangdoctor.case import Case, Process
-from hangdoctor.frames import show
+from hangdoctor.frames import is_library, show
 from hangdoctor.graph import Graph, rank_ranges
 from hangdoctor.model import Confidence, Evidence, Rank
 from hangdoctor.rules.verdict import (
@@ -162,7 +162,7 @@ def leaves(process: Process, entered: set[tuple[str, str]]) -> bool:
     wait = process.wait
     if wait.kind in ("data", "stopped", "launcher") or process.status == "stopped":
         return False
-    if any(f.file == "weakref.py" and f.function == "__call__" for f in wait.frames):
+    if any(f.file.endswith("weakref.py") and f.function == "__call__" for f in wait.frames):
         return False  # a finalizer of an object, which runs wherever that is freed
     if wait.kind == "future" and wait.operation == "pool result":
         return False
@@ -178,8 +178,9 @@ def in_exit_handler(process: Process, entered: set[tuple[str, str]]) -> bool:
     python = process.wait.python
     if process.thread != "MainThread" or not 0 < len(python) < 100 or has_entry(process):
         return False
-    # An excerpt that was cut ends in a function that its peers call as well.
-    return bool(entered) and (python[-1].function, python[-1].file) not in entered
+    # An excerpt that was cut ends in a library, or in a function that its peers call as well.
+    last = (python[-1].function, python[-1].file)
+    return bool(entered) and not is_library(python[-1].file) and last not in entered
 
 
 def has_entry(process: Process) -> bool:
