@@ -27,7 +27,7 @@ STANDARD_FOLDERS = tuple(TABLES["libraries"]["standard_folders"])
 LIBRARIES = tuple(TABLES["libraries"]["folders"])
 LAUNCHER_FILE = re.compile(
     r"(?:^|/)(?:torch/distributed/(?:run|launcher/api)|accelerate/commands/launch|deepspeed/launcher/\w+|bin/(?:torchrun|accelerate|deepspeed))"
-    r"(?:\.py)?$|torch/distributed/elastic/agent/"
+    r"(?:\.py)?$|torch/distributed/elastic/agent/|(?:^|/)data_parallel_controller\.py$"
 )
 
 

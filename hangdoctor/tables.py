@@ -18,18 +18,9 @@ WORKER_LOOP, ENGINE_LOOP, EVENT_LOOP = "worker loop", "engine loop", "event loop
 IMPORT_LOCK = "import lock"
 
 # Exit functions that no training step calls.
-LAST_CALLS = {
-    "destroy_process_group", "_shutdown", "_exit_function", "_python_exit", "_run_exitfuncs", "_shutdown_workers",
-}  # fmt: skip
+LAST_CALLS = frozenset(TABLES["calls"]["last"])
 # Where a stack begins: in a module, a thread or a spawned process.
-MODULE_ENTRIES = (
-    "<module>",
-    "_run_code",
-    "_run_module_as_main",
-    "spawn_main",
-    "_bootstrap",
-    "_bootstrap_inner",
-)
+MODULE_ENTRIES = tuple(TABLES["calls"]["entries"])
 NATIVE_EXIT = re.compile(
     r"exit|Py_(Exit|Finalize(Ex)?|RunMain_exit)|__run_exit_handlers|__cxa_finalize|atexit_callfuncs"
 )

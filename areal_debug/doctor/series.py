@@ -72,6 +72,11 @@ class Series:
         """Whether there are too few steps for a trend: then only what holds in each is judged."""
         return len(self.values) < FEWEST_STEPS
 
+    @property
+    def is_excerpt(self) -> bool:
+        """Whether more steps went before than there are: then a level says little about the run."""
+        return len(self.steps) > 0 and self.steps[0] > self.steps[-1] - self.steps[0]
+
     def throughout(self, is_bad: Callable[[float], bool]) -> bool:
         """Return whether each of a few steps is bad; False for one step, and for many."""
         return self.is_short and len(self.values) > 1 and all(map(is_bad, self.values.tolist()))

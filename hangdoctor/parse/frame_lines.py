@@ -34,6 +34,8 @@ GDB_PYTHON = re.compile(
     r"Frame 0x[0-9a-f]+, for file (?P<file>[^,]+), line (?P<line>\d+), in (?P<function>[^ (]+)"
 )
 WATCHDOG_FRAME = re.compile(r"^#(?P<n>\d+) (?P<function>\S+) from (?P<file>[^ ]+):(?P<line>\d+)$")
+# No part of the name of a function: a line of a log may end like a frame.
+NO_C, NO_PYTHON = re.compile(r" NCCL (?:INFO|WARN) "), re.compile(r"[\s()]")
 LINE_SUFFIX = re.compile(r"^(.*):(\d+)$")
 BULLET = re.compile(r"^(?:[|│├└┬╰╭┌─╴•·*>`+]+|-{1,3}>?|=>|→|↳|\d{1,3}[.)](?= )|at(?= )|in(?= ))[ \t]*")
 COMMENT = re.compile(r"(?<=[)\w])[`*]*\s*(?:←|⟵|⇐|◀|→|<-|<=|<<|//|\s#|\s--|\s—|\s;)(?!.*\.(?:py|so)\b).*$")
@@ -134,7 +136,8 @@ def tool_frame(line: str) -> Frame | None:
         match = LINE_SUFFIX.match(place)
         file, number = (match[1], int(match[2][:9])) if match else (place, 0)
         native = is_native_file(file)
-        if looks_like_location(file, native) and function and (native or not re.search(r"[\s()]", function)):
+        unfit = NO_C if native else NO_PYTHON
+        if looks_like_location(file, native) and function and not unfit.search(function):
             return Frame(function, full_path(file), number, native)
     return None
 

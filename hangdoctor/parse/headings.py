@@ -38,7 +38,7 @@ RANKS = re.compile(
     re.IGNORECASE,
 )
 # `# rank 3 waits for the save`, `rank 3 is here:`
-SAID_RANKS = re.compile(rf"\branks?[ _:=#]*{NUMBERS}", re.IGNORECASE)
+SAID_RANKS = re.compile(rf"(?<!node[-_ ])(?<!machine[-_ ])\branks?[ _:=#\-]*{NUMBERS}", re.IGNORECASE)
 ABOUT_RANKS = re.compile(r"\b(?:ranks?|process(?:es)?|workers?|gpus?)\b", re.IGNORECASE)
 # `on node-3 (rank 24-31) py-spy shows`, `while ranks 0-7 are here`: prose that leads to frames
 LEADS_IN = re.compile(
@@ -177,7 +177,7 @@ def section_header(line: str, current: Section) -> Section | None:
     bare = line.strip(DECORATION)
     if not bare or len(line) > 200:
         return None
-    said = line[0] in "#/=*" or line.startswith((">>>", "---")) or line.rstrip("`* ").endswith(":")
+    said = line[0] in "#/=*$" or line.startswith((">>>", "---")) or line.rstrip("`* ").endswith(":")
     said = said or (len(bare) < 100 and LEADS_IN.match(bare) is not None)
     return named_header(bare, said) or counted_header(bare)
 

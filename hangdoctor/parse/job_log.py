@@ -33,7 +33,7 @@ SAYS_RANK = re.compile(r"(?:\S+ ){0,4}?\[?rank[ _=:]?(\d{1,6})\b", re.I)
 WRITER = re.compile(r"(?:\[(?:rank|default)\d+\]:|(?<!\d)\d{1,6}:)$")
 OF_RANK = re.compile(r"\brank[ _=:]*(\d{1,6})|\[default(\d{1,6})\]", re.I)
 LAUNCHER = message("job_log", "launcher")
-AGENT_FAILED = re.compile(r"failed \(exitcode: -?\d+\) local_rank: \d+")
+AGENT_FAILED = re.compile(r"failed \(exitcode: (-?\d{1,6})\) local_rank: (\d{1,6})\b")
 TRACEBACK = re.compile(r"^\s*(?:\^C)?Traceback \(most recent call last\):")
 TRACEBACK_FRAME = re.compile(
     r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d{1,9}), in (?P<function>\S.*?)\s*$'
@@ -42,7 +42,7 @@ ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::\s|$)")
 CHAINED = re.compile(r"^(?:During handling of the above|The above exception was the direct cause)")
 SPAWNED = re.compile(r"^-- Process (\d{1,6}) terminated with the following error:")
 # A rank that names itself in its error.
-ITSELF = re.compile(r"between collectives on ranks\. Rank (\d{1,6}) is running")
+ITSELF = re.compile(r"(?:between collectives on ranks\. Rank|communicator was aborted on rank) (\d{1,6})\b")
 IGNORED = re.compile(r"^Exception ignored in")
 FATAL = re.compile(r"^Fatal Python error: .*")
 DUMP_LINE = re.compile(r'^\s*(?:$|(?:Current t|T)hread 0x|File "|<no Python frame>|\.\.\.)')
@@ -123,9 +123,8 @@ def has_ended(text: str) -> bool:
     """True if a text says that a job has ended, or is of a process whose traceback is its last
     word.
     """
-    *indented, last = (
-        text[-MAX_TRACEBACK:].rpartition("Traceback (most recent call last):\n")[2].rstrip().split("\n")
-    )
+    printed = text[-MAX_TRACEBACK:].rpartition("Traceback (most recent call last):\n")[2]
+    *indented, last = printed.partition("\n```")[0].rstrip().split("\n")
     whole = bool(indented) and all(line.lstrip("| ") != line for line in indented) and ERROR.match(last)
     return any(pattern.search(text) for pattern in ENDED) or bool(whole)
 
@@ -344,8 +343,11 @@ def read_messages(job: JobLog, lines: Lines) -> None:
             found = Attempt()
             read_tracebacks(job, found, rank, [line[2:] for line in report["rest"].split("\n")])
             job.reported += found.failures
-    if "Root Cause (first observed" in text and reports:
+    if reports and (len(reports) == 1 or job.complete):
         job.first = int(reports[-1]["rank"])
+    elif not reports and (agent := AGENT_FAILED.search(text)):  # without its report
+        job.first = int(agent[2])
+        job.exits[job.first] = (int(agent[1]), f"exit code {agent[1]}, local_rank {agent[2]}")
     for pattern in EXITED:
         for match in pattern.finditer(text):
             job.exits |= dict.fromkeys(numbers_in(match["ranks"]), (None, match["words"].strip()))
@@ -367,15 +369,21 @@ def read_messages(job: JobLog, lines: Lines) -> None:
             job.joined = max(job.joined or (0, 0), (int(match["joined"]), int(match["world"])))
     stopped = STOPPED.search(text)
     job.stopped = job.stopped or (stopped[0][:200] if stopped else "")
-    job.records += fingerprints(text) + stalled(text)
+    job.records += fingerprints(text) + stalled(job, text)
 
 
-def stalled(text: str) -> list[CollectiveRecord]:
-    """Return the operations of Horovod's report that different ranks have submitted alone."""
+def stalled(job: JobLog, text: str) -> list[CollectiveRecord]:
+    """Return the operations of Horovod's report that different ranks have submitted alone; name the
+    few ranks that are in none of its lists.
+    """
     found = STALLED.finditer(text) if "[ready ranks: " in text else ()
     ready = {m["ranks"]: m["op"] for m in found}
     ranks = [numbers_in(listed) for listed in ready]
-    if len(ready) < 2 or len({rank for found in ranks for rank in found}) < sum(map(len, ranks)):
+    listed = {rank for found in ranks for rank in found}
+    if len(ready) < 2 or len(listed) < sum(map(len, ranks)):
+        absent = set(range(max(listed, default=0))) - listed
+        few = absent if len(absent) < len(listed) else ()
+        job.named |= dict.fromkeys(few, "absent from the list of ready ranks")
         return []
     return [
         CollectiveRecord(rank, "default", operation, 0, False, "started", source="Horovod")

@@ -20,6 +20,7 @@ RELEVANT = message("logs", "relevant")
 WATCHDOG = message("logs", "watchdog")
 # Follows a time-out: how far this rank has come in the group.
 PROGRESS = message("logs", "progress")
+TIME_OUTS = ("Watchdog caught collective operation timeout", "detected by watchdog at work", "blocking wait.")
 # A pager or a mail breaks the watchdog's line before these words.
 WRAPPED = re.compile(
     r"[ \t]*\n\s*(?=WorkNCCL\(|by watchdog at work:|(?:last (?:enqueued|completed) (?:NCCL )?work:))"
@@ -43,7 +44,7 @@ def matters(line: str) -> bool:
 
 
 def has_timeouts(text: str) -> bool:
-    return "Watchdog caught collective operation timeout" in text or "detected by watchdog at work" in text
+    return any(words in text for words in TIME_OUTS)
 
 
 def watchdog_timeouts(log: LogTail) -> list[tuple[int, int, str]]:

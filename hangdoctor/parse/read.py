@@ -31,24 +31,12 @@ from hangdoctor.parse.members import members_of
 from hangdoctor.parse.owners import owners_of
 from hangdoctor.parse.stacks_json import HEAD, is_stacks_json, parse_stacks_json
 from hangdoctor.parse.stacks_text import parse_stacks_text
+from hangdoctor.tables import MESSAGES, message
 
 # Messages of py-spy 0.4.2 and 0.4.3; `Failed to suspend` follows a process header without threads.
-STATUS_PATTERNS: tuple[tuple[Status, str], ...] = (
-    (
-        "not_permitted",
-        r"permission denied|operation not permitted|\bEPERM\b|os error (?:1|13)\b|elevated permissions",
-    ),
-    ("stopped", r"failed to suspend process"),
-    (
-        "not_python",
-        r"failed to find python version|unsupported version of python|failed to find a python interpreter",
-    ),
-    (
-        "gone",
-        r"failed to get process executable name|no such process|os error 3\b|check that the process is running",
-    ),
-    ("timed_out", r"timed? ?out|signal: killed|\berror: (?:408|503)\b"),
-)
+STATUS_PATTERNS: dict[Status, str] = MESSAGES["read"]["statuses"]
+# What ranks write, and never py-spy.
+OF_RANKS = message("read", "of_ranks")
 MAX_REFUSAL_BYTES = 20_000
 # A text of a few bytes may claim that its stack belongs to any number of ranks.
 MAX_PROCESSES = 1_000_000
@@ -59,14 +47,12 @@ def refusal_in(text: str) -> tuple[Status, str] | None:
     """Return (status, first line) of an error message of py-spy, or None where a text is none."""
     if (
         len(text) > MAX_REFUSAL_BYTES
-        or has_timeouts(text)
+        or OF_RANKS.search(text)
         or not re.search(r"\b(?:Error|Permission Denied|Failed|timed? ?out)\b", text, re.IGNORECASE)
     ):
         return None
     line = next((line.strip() for line in text.split("\n") if line.strip()), "")
-    status = next(
-        (status for status, pattern in STATUS_PATTERNS if re.search(pattern, text, re.IGNORECASE)), None
-    )
+    status = next((name for name, words in STATUS_PATTERNS.items() if re.search(words, text, re.I)), None)
     return (status, line[:300]) if status else None
 
 

@@ -8,6 +8,7 @@ from hangdoctor.case import Case
 from hangdoctor.frames import show
 from hangdoctor.graph import Graph, rank_ranges
 from hangdoctor.model import Confidence, Ending, Evidence, Label
+from hangdoctor.parse.logs import first_match
 from hangdoctor.rules.verdict import (
     Verdict,
     begin,
@@ -21,18 +22,11 @@ from hangdoctor.rules.verdict import (
     waiting_evidence,
     waiting_for,
 )
-from hangdoctor.tables import message
+from hangdoctor.tables import MESSAGES, message
 from hangdoctor.waits import ThreadState
 
-RETRIES = message("ended", "retries")
-HOW = {
-    "timed_out": "waited until a time-out",
-    "lost_peer": "waited until a peer was gone",
-    "failed": "failed with an error of its own",
-    "killed": "was killed",
-    "cut": "left a traceback without its end",
-    "ended": "did not fail, and was ended by the launcher",
-}
+RETRIES, STUCK = message("ended", "retries"), message("progress", "watchdog_stuck")
+HOW: dict[str, str] = MESSAGES["ended"]["how"]
 
 
 def ended_otherwise(case: Case, graph: Graph) -> Verdict | None:
@@ -43,32 +37,39 @@ def ended_otherwise(case: Case, graph: Graph) -> Verdict | None:
     ended = {e.rank for e in endings}
     waited = any(e.how == "timed_out" or e.named for e in endings) or bool(case.snapshot.records)
     waited |= any(s.rank not in ended for s in graph.waiting_ranks)
+    waited |= first_match(case.snapshot.logs, STUCK) is not None
     if waited and not case.snapshot.recovered:
         return None
     failed = [e for e in endings if e.how in ("failed", "killed")]
     lost = [e.rank for e in endings if e.how == "lost_peer"]
     apart = [s for s in graph.source_ranks if s.wait.kind != "running"]
+    blamed: tuple[int, ...] = ()
     if stopped and not failed and graph.waiting and apart:
         return None  # dumps at the end show who waits for whom
     if failed:
         culprit = min(failed, key=lambda e: (not e.first, e.rank))
-        what = f"rank {culprit.rank} {HOW[culprit.how]} ({culprit.words[:200]})"
+        written = any(log.rank is not None for log in case.snapshot.logs)
+        known = written or case.snapshot.complete or culprit.how == "killed"
+        who = f"rank {culprit.rank}" if known else "a rank that the log does not name"
+        what = f"{who} {HOW[culprit.how]} ({culprit.words[:200]})"
         others = f", and ranks {rank_ranges(lost)} lost their peer" if lost else ""
         summary = f"Nothing shows a hang: {what}{others}."
+        blamed = (culprit.rank,) if known else ()
     elif stopped:
-        culprit, summary = None, f"Nothing shows a hang: the job was ended from outside ({stopped})."
+        summary = f"Nothing shows a hang: the job was ended from outside ({stopped})."
     else:
-        culprit, summary = None, f"Ranks {rank_ranges(lost)} lost a peer, and no log says which failed."
+        summary = f"Ranks {rank_ranges(lost)} lost a peer, and no log says which failed."
     if case.snapshot.recovered:
         summary += " A later attempt ran on."
-    return make_verdict("unknown", "low", (culprit.rank,) if culprit else (), summary, (), "records")
+    return make_verdict("unknown", "low", blamed, summary, (), "records")
 
 
 def absent_at_the_end(case: Case, graph: Graph) -> Verdict | None:
     """Look for ranks without a stack that the others of a dead job have waited for."""
     absent = [e for e in case.snapshot.endings if e.rank in case.lost]
     waited = [e.rank for e in case.snapshot.endings if e.how in ("timed_out", "lost_peer")]
-    if not absent or not (waited or graph.waiting or any(e.named for e in absent)):
+    told = any(e.named for e in absent) or first_match(case.snapshot.logs, STUCK)
+    if not absent or not (waited or graph.waiting or told):
         return None
     broken = [e for e in absent if e.how in ("failed", "killed")]
     named = [e for e in absent if e.named]

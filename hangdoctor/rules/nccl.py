@@ -34,12 +34,7 @@ from hangdoctor.rules.verdict import (
 )
 from hangdoctor.tables import message
 
-LAUNCH = re.compile(
-    r"ncclLaunchKernel.*|ncclLaunch.*|ncclGroupEnd.*|ncclGroupLaunch.*|doLaunches.*|ncclEnqueueCheck.*|"
-    r"(cuda|cu|hip)(Launch|GraphLaunch|ModuleLoad|LibraryLoad|ModuleGetFunction|FuncGetAttributes|FuncSetAttribute).*|"
-    r"ncclTransport\w*Setup.*|initTransportsRank.*|ncclCommInitRank.*|bootstrap(AllGather|Send|Recv|Init).*|"
-    r"(cuda|cu)(Malloc|Free|MemAlloc|MemFree|HostAlloc)(?!Async).*"
-)
+LAUNCH = message("nccl", "launch")
 GLOO = re.compile(r"gloo::transport::.*")
 TRANSPORT_LOG = message("nccl", "transport_log")
 DEVICE_LOG = message("nccl", "device_log")
@@ -200,7 +195,9 @@ def from_messages(case: Case) -> Verdict | None:
     says, evidence = "The network reports an error; no message names a rank.", kind.evidence
     if timed_out is not None:
         log, match = timed_out
-        says = f"A watchdog timed out in {match['op'].lower()}; no message says on which rank."
+        says = f"The watchdog of rank {match['rank']} timed out; no message says in which operation."
+        if not match["rank"]:
+            says = f"A watchdog timed out in {match['op'].lower()}; no message says on which rank."
         evidence = (Evidence("", match.string.strip()[:200], log.name), *evidence)
     return make_verdict(
         "nccl_timeout", "low", (), says, evidence, "records", steps=steps_of_kind(kind), kind=kind.kind

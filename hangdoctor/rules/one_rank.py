@@ -3,7 +3,7 @@
 import re
 
 from hangdoctor.case import Case, Process
-from hangdoctor.frames import show
+from hangdoctor.frames import TABLES, show
 from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence, Evidence, Label
 from hangdoctor.rules.verdict import (
@@ -28,22 +28,7 @@ from hangdoctor.waits import ThreadState, context
 
 LOADERS = ("torch/utils/data/", "torchdata/", "webdataset/")
 # Waits for something outside the job, by the operation or else the kind, as a phrase.
-OUTSIDE_OPERATIONS = {
-    "storage": "for remote storage",
-    "service": "for a remote service",
-    WORKER_LOOP: "for a task from its driver",
-}
-OUTSIDE = {
-    "http": "for an HTTP response",
-    "rpc": "for a remote call",
-    "subprocess": "for a child process",
-    "socket": "for bytes from a socket",
-    "queue": "for a message from another process or thread",
-    "future": "for the result of another thread or process",
-    "file": "for a read or write of a file",
-    "join": "for a thread or process to end",
-    "launcher": "for the processes it started",
-}
+OUTSIDE: dict[str, str] = TABLES["outside"]
 
 
 def one_rank_verdict(
@@ -60,7 +45,7 @@ def one_rank_verdict(
     waits = plural(culprits, "waits", "wait")
     return make_verdict(
         label,
-        confidence(case, graph, culprits, best if graph.waiting else "medium"),
+        confidence(case, graph, culprits, best if graph.waiting or best == "low" else "medium"),
         culprits,
         f"{begin(name_ranks(culprits))} {waits} {what} at {place(culprits[0])}; {waiting_for(graph)}.",
         stack_evidence(culprits, f"waits {what}", graph) + more + waiting_evidence(graph) + stillness(case),
@@ -151,10 +136,11 @@ def external_wait(case: Case, graph: Graph) -> Verdict | None:
         return None
     wait, children = outside[0].wait, child_evidence(case, outside, "its child process is in")
     best: Confidence = "high" if wait.kind in ("http", "rpc", "subprocess") or children else "medium"
-    if wait.kind == "queue" and any("cleanup" in s.wait.phases for s in case.ranks):
-        best = "low"  # the other end of the queue is exiting
+    exiting = wait.kind == "queue" and any("cleanup" in s.wait.phases for s in case.ranks)
+    if exiting or wait.operation == WORKER_LOOP:
+        best = "low"  # the other end of the queue is exiting; a worker without a task is sound
     usual = OUTSIDE.get(wait.kind, "for samples, rewards or a server")
-    what = OUTSIDE_OPERATIONS.get(wait.operation) or usual
+    what = OUTSIDE.get(wait.operation, usual)
     return one_rank_verdict("external_wait", case, graph, outside, what, best, children)
 
 

@@ -5,6 +5,7 @@ import re
 from hangdoctor.case import Case, Process, starts
 from hangdoctor.graph import Graph, rank_ranges
 from hangdoctor.model import Evidence
+from hangdoctor.parse.logs import first_match
 from hangdoctor.recorded_operations import behind_by_ras
 from hangdoctor.rules.verdict import (
     Verdict,
@@ -18,16 +19,13 @@ from hangdoctor.rules.verdict import (
     waiting_evidence,
     waiting_for,
 )
-from hangdoctor.tables import ENGINE_LOOP
+from hangdoctor.tables import ENGINE_LOOP, message
 
 # Work that a job does once, at its start: with one sample it is more likely slow than stuck.
 ONCE = ("compile", "load", "running")
 # C code that computes shows no frame of its own, and the dump may call its thread idle.
-COMPUTING = re.compile(
-    r"encode|decode|tokeni[sz]e|preprocess|parse|loads?$|dumps?$|deepcopy|shuffle|sort|hash|score|_read_video|"
-    r"resize|matmul|linear|einsum|conv\d|build_index|pad|collate",
-    re.I,
-)
+COMPUTING = message("progress", "computing")
+WATCHDOG_STUCK = message("progress", "watchdog_stuck")
 # Calls of an engine that end when its workers have answered.
 ASKS = re.compile(r"get_response|_?wait_for_response|collective_rpc|execute_model")
 WORKING = (
@@ -77,7 +75,7 @@ def waits_for_requests(process: Process) -> bool:
     """
     receivers = {"recv_requests", "_process_input_queue", "recv_from_tokenizer"}
     receives = any(f.function in receivers for f in process.wait.frames)
-    return "engine" in process.wait.phases and (receives or process.wait.operation == ENGINE_LOOP)
+    return receives or ("engine" in process.wait.phases and process.wait.operation == ENGINE_LOOP)
 
 
 def asking(case: Case) -> list[Process]:
@@ -175,9 +173,10 @@ def from_records_alone(case: Case) -> Verdict:
     who = f"{plural(odd, 'Rank', 'Ranks')} {rank_ranges(odd)} {plural(odd, 'is', 'are')}"
     summary = f"{who} behind ({fact}); without stacks the cause is unknown."
     evidence = (Evidence(rank_ranges(odd), fact),) if odd else ()
-    return make_verdict(
-        "unknown", "low", odd, summary if odd else "No rank's stack was read.", evidence, "records"
-    )
+    if not odd:
+        found = first_match(case.snapshot.logs, WATCHDOG_STUCK)
+        summary = "No rank's stack was read." + (f" A log: {found[1].string.strip()[:200]}" if found else "")
+    return make_verdict("unknown", "low", odd, summary, evidence, "records")
 
 
 def to_collect(case: Case) -> tuple[str, ...]:

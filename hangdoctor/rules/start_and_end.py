@@ -1,7 +1,7 @@
 """Rules for ranks that have not arrived, are leaving, or are gone."""
 
 from hangdoctor.case import Case, Process
-from hangdoctor.frames import show
+from hangdoctor.frames import is_library, show
 from hangdoctor.graph import Graph, rank_ranges
 from hangdoctor.model import Confidence, Evidence, Rank
 from hangdoctor.rules.verdict import (
@@ -22,10 +22,11 @@ from hangdoctor.rules.verdict import (
     waiting_evidence,
     waiting_for,
 )
-from hangdoctor.tables import LAST_CALLS, MODULE_ENTRIES, message
+from hangdoctor.tables import LAST_CALLS, MODULE_ENTRIES, message, messages
 from hangdoctor.waits import context
 
-STORE_BARRIER = message("start_and_end", "store_barrier")
+STORE_BARRIER = messages("start_and_end", "store_barrier")
+STORE_COMPLETE = message("start_and_end", "store_complete")
 STATUS_TEXTS = {
     "gone": "has no process that could be dumped",
     "stopped": "is stopped (state T) and runs no instruction",
@@ -161,7 +162,7 @@ def leaves(process: Process, entered: set[tuple[str, str]]) -> bool:
     wait = process.wait
     if wait.kind in ("data", "stopped", "launcher") or process.status == "stopped":
         return False
-    if any(f.file == "weakref.py" and f.function == "__call__" for f in wait.frames):
+    if any(f.file.endswith("weakref.py") and f.function == "__call__" for f in wait.frames):
         return False  # a finalizer of an object, which runs wherever that is freed
     if wait.kind == "future" and wait.operation == "pool result":
         return False
@@ -177,8 +178,9 @@ def in_exit_handler(process: Process, entered: set[tuple[str, str]]) -> bool:
     python = process.wait.python
     if process.thread != "MainThread" or not 0 < len(python) < 100 or has_entry(process):
         return False
-    # An excerpt that was cut ends in a function that its peers call as well.
-    return bool(entered) and (python[-1].function, python[-1].file) not in entered
+    # An excerpt that was cut ends in a library, or in a function that its peers call as well.
+    last = (python[-1].function, python[-1].file)
+    return bool(entered) and not is_library(python[-1].file) and last not in entered
 
 
 def has_entry(process: Process) -> bool:
@@ -213,11 +215,13 @@ def never_joined(case: Case, graph: Graph) -> Verdict | None:
     """Return the verdict for a store barrier whose own count is lower than the world size: the rank
     that did not join it is not among the ranks that were read.
     """
+    lines = [(line, log.name) for log in case.snapshot.logs for line in log.lines]
+    complete = {m[1] for line, _ in lines if (m := STORE_COMPLETE.search(line))}
     counts = [
-        (int(m["world"]), int(m["workers"]), log.name)
-        for log in case.snapshot.logs
-        for line in log.lines
-        if (m := STORE_BARRIER.search(line))
+        (int(m["world"]), int(m["workers"]), name)
+        for line, name in lines
+        for pattern in STORE_BARRIER
+        if (m := pattern.search(line)) and m["key"] not in complete
     ]
     if not counts or graph.sources or any(s.wait.kind != "store" for s in case.ranks):
         return None
@@ -229,7 +233,7 @@ def never_joined(case: Case, graph: Graph) -> Verdict | None:
         "missing_rank",
         "medium" if case.ranks else "low",
         (),
-        f"{world - workers} of {world} ranks never joined the store's barrier: {waiting_for(graph)}.",
+        f"{world - workers} of {world} ranks never joined the store: {waiting_for(graph)}.",
         (joined, *waiting_evidence(graph)),
         "never_joined",
     )

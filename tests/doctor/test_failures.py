@@ -467,18 +467,19 @@ def test_two_spikes_of_a_short_run_are_no_finding(tmp_path, spikes):
 
 def test_equal_rewards_of_half_credit_are_neither_right_nor_wrong(tmp_path):
     names = NAMES | {"reward_max": "reward/max", "reward_min": "reward/min"}
-    half = {"reward": np.full(STEPS, 0.5), "reward_min": np.full(STEPS, 0.5)}
-    run = without(healthy(), "eval_reward") | half
-    run |= {
+    run = without(healthy(), "eval_reward") | {
+        "reward": np.full(STEPS, 0.5),
+        "reward_min": np.full(STEPS, 0.5),
         "reward_max": np.where(np.arange(STEPS) < 5, 1.0, 0.5),
         "zero_variance_groups": np.full(STEPS, 1.0),
     }
     run["reward_min"][:5] = 0.0
     [alarm] = [one for one in judged(tmp_path, run, names).alarms if one.id == "D22"]
-    assert (alarm.title, alarm.found.split("; ")[1]) == (
-        "most groups have equal rewards",
-        "every reward is 0.5",
-    )
+    said = (alarm.severity, alarm.title, alarm.found.split("; ")[1])
+    assert said == ("error", "most groups have equal rewards", "every reward is 0.5")
+    run = healthy() | FAILURES["all right"][3](healthy())
+    [alarm] = [one for one in judged(tmp_path / "right", run).alarms if one.id == "D22"]
+    assert (alarm.severity, alarm.title.split(": ")[1]) == ("warning", "nearly all answers are right")
 
 
 def test_a_constant_reward_is_neither_noisy_nor_right(tmp_path):

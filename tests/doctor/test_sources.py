@@ -4,6 +4,8 @@ import contextlib
 import json
 import shutil
 import sqlite3
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,42 +123,12 @@ def test_exports_of_wandb_as_json_and_as_a_table_of_several_runs(tmp_path):
     assert (rewards(run)[1], run.unknown_names) == ([step / 4 for step in STEPS], ())
 
 
-# Each as the framework prints it, with numbers of our own.
-PRINTED = {
-    "verl": (
-        "(TaskRunner pid=7) step:{s} - actor/entropy:np.float64(0.5) - critic/rewards/mean:{r} - timing_s/step:9.1",
-        {"critic/rewards/mean", "actor/entropy", "timing_s/step"},
-    ),
-    "slime": (
-        "[2026-01-01 00:00:00] model.py:9 - step {s}: {{'train/entropy_loss': 0.5, 'train/loss': -1e-05}}\n"
-        "[2026-01-01 00:00:00] data.py:9 - rollout {s}: {{'rollout/raw_reward': {r}, 'rollout/step': {s}}}",
-        {"rollout/raw_reward", "entropy_loss", "loss", "rollout/step"},
-    ),
-    "OpenRLHF": (
-        "INFO 01-01 \x1b[32mGlobal step {s}: {{'reward': {r}, 'actor_lr': 1e-06, 'note': 'x'}}\x1b[0m",
-        {"reward", "actor_lr"},
-    ),
-    "prime-rl": (
-        "12:00:00 SUCCESS Step {s} |   1.50s | Reward {r} | Trainable 3/8 (37.5%) | Truncation 25.0%\n"
-        "12:00:00   DEBUG Micro Step 1/8 | Loss 9.0",
-        {"Reward", "Truncation"},
-    ),
-    "NeMo-RL": (
-        "========================= Step {s}/100 =========================\n"
-        "  • Loss: 0.5\n  • Avg Reward: {r}\n  • Total step time: 3.20s",
-        {"Loss", "Avg Reward"},
-    ),
-    "AReaL": (
-        "INFO Epoch 1/2 Step 9/99 Train step {s}/12 done.\n"
-        "│ rollout/reward │ {r} │ ppo_actor/update/loss │ 1.5e-02 │\n├────┼────┤",
-        {"rollout/reward", "ppo_actor/update/loss"},
-    ),
-}
+PRINTED = tomllib.loads(Path(__file__).with_name("printed.toml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("framework", PRINTED)
 def test_what_a_framework_prints_is_read_by_step(tmp_path, framework):
-    form, names = PRINTED[framework]
+    form, names = PRINTED[framework]["form"], set(PRINTED[framework]["names"])
     lines = "".join(form.format(s=step, r=step / 16) + "\nloading 5/9\n" for step in range(1, 10))
     (tmp_path / "train.log").write_text(lines)
     run = read_run(tmp_path)
@@ -176,6 +148,7 @@ def test_what_a_framework_prints_is_read_by_step(tmp_path, framework):
         ("a.json", b'{"a": 1}', "has no rows"),
         ("a.json", b"[" * 100_000, "is not JSON"),
         ("a.log", b"\xff\xfe\x00", "contains no numbers by step"),
+        ("a.log", b"INFO requests: 1  latency: 0.2  return: 200\n" * 9, "contains no numbers by step"),
         ("events.out.tfevents.1.x", b"\x00" * 99, "contains no numbers by step"),
     ],
 )
@@ -218,8 +191,19 @@ def test_events_are_read_as_tensorboard_reads_them(tmp_path):
         ("".join(f"step: {n}|act_loss: 0.1\naverage reward score: {n / 10}\n" for n in range(9)), [0, 8]),
         ("steps\tmean / reward\tloss\n" + "".join(f"{10 * n}\t{n / 10}\t0.5\n" for n in range(9)), [0, 80]),
         ("".join(f"INFO run.py:8] step {n}: reward: {n / 10} | loss: 0.5\n" for n in range(9)), [0, 8]),
+        (
+            "Step | Loss | reward\n-- | -- | --\n" + "".join(f"{n} | No Log | {n / 10}\n" for n in range(9)),
+            [0, 8],
+        ),
+        ("".join(f"Iter {n}: Train loss 0.5, Reward {n / 10}, It/sec 0.1\n" for n in range(9)), [0, 8]),
+        (
+            "".join(
+                f"22:18:02 - x - [1][{n}/9]  eta: 2:46:39  lr: 2e-04  reward: {n / 10}\n" for n in range(9)
+            ),
+            [0, 8],
+        ),
     ],
-    ids=["without steps", "below the line of its step", "tabs", "cells"],
+    ids=["no steps", "below the line of its step", "tabs", "cells", "a notebook's table", "commas", "spaces"],
 )
 def test_a_console_log_is_read_without_braces(tmp_path, text, steps):
     (tmp_path / "train.log").write_text(text)

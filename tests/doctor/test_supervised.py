@@ -98,6 +98,19 @@ def test_the_loss_of_a_policy_with_a_reward_is_not_judged(tmp_path):
     assert (code, found["verdict"], found["alarms"]) == (2, "unknown", [])  # two columns prove little
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "alarm"),
+    [("loss", around(1.4, 0.08), "D06"), ("reward", around(0.4, 0.05), "D01")],
+)
+def test_a_level_late_in_a_run_is_no_finding(tmp_path, name, values, alarm):
+    file = write_stats(tmp_path, {name: values}, {name: name}) / "stats.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for later, expected in ((0, True), (5000, False)):
+        file.write_text("".join(json.dumps(row | {"step": row["step"] + later}) + "\n" for row in rows))
+        found = json.loads(CliRunner().invoke(main, ["doctor", str(tmp_path), "--json"]).stdout)
+        assert (alarm in {one["id"] for one in found["alarms"]}) == expected
+
+
 @pytest.mark.parametrize(("rejected", "alarms"), [(-6.0, []), (-2.4, ["D09"])])
 def test_chosen_answers_may_fall_if_rejected_ones_fall_much_further(tmp_path, rejected, alarms):
     run = learning() | {

@@ -35,13 +35,14 @@ def groups_are_alike(run: Run) -> Alarm | None:
     kind, why = kind_of(run, series.last)
     if series.first > USUAL and series.last <= (NEARLY_ALL if is_learning(run) else TOO_MANY):
         return None
+    is_grave = series.last > NEARLY_ALL and not series.is_short and kind != "right"
     begins = onset(series, "up")
     wasted = float(np.mean(series.since(begins).values))
     return alarm(
         "D22",
         series,
         found=f"median {series.last:.3g} of the groups in the last {series.window} steps (more than {MOST_ALIKE}){why}",
-        severity="error" if series.last > NEARLY_ALL and not series.is_short else "warning",
+        severity="error" if is_grave else "warning",
         variant=kind,
         since=begins,
         cost=f"{100 * wasted:.0f} % of the samples since step {begins} gave no gradient",

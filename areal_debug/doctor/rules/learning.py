@@ -39,6 +39,8 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
         rises(run, "eval_reward") or may_still_rise(reward.finite, found) or is_high(reward.finite)
     ):
         return None
+    if not falls and reward.finite.is_excerpt:
+        return None
     if not falls and rose_and_fell(run):
         return None  # named by D04
     reached = None if falls else end_of_rise(reward.finite)

@@ -3,7 +3,8 @@ NeMo-RL and AReaL.
 
 A line names a step, has pairs of a name and a number, or both; pairs belong to the step named last.
 TRL and Transformers print no step: there a name that comes again begins the next one, and so in a
-log that names no step at all. A line of names between tabs is the header of the rows behind it.
+log that names no step at all. A line of names between tabs or bars is the header of the rows behind
+it.
 """
 
 import re
@@ -18,10 +19,10 @@ MAX_LINE = 200_000
 NUMBER = r"-?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|nan|inf)"
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 STEP = re.compile(
-    r"(?i)(?<![a-z_/.'\"])(?:step|iteration)\s*[:=#]?\s*(\d{1,12})(?![\d.]\d)"
+    r"(?i)(?<![a-z_/.'\"])(?:step|iter(?:ation)?)\s*[:=#]?\s*(\d{1,12})(?![\d.]\d)"
     r"|(?<![a-z_/.'\"])(?:rollout|perf|eval|passrate)\s(\d{1,12}):\s*\{"
 )
-OF_STEP = ("step", "iteration")
+OF_STEP = ("step", "iteration", "iter")
 MICRO = re.compile(r"(?i)\bmicro[ _-]?(?:step|batch)")
 IN_DICT = re.compile(
     r"['\"]([A-Za-z_][\w./@ :-]{0,150})['\"]\s*:\s*(?:[\w.]{1,20}\()?['\"]?(" + NUMBER + r")(?=[\s,}'\")])"
@@ -31,9 +32,13 @@ DASHED = re.compile(r"([A-Za-z_][\w./@-]{0,150}):(?:[\w.]{1,20}\()?(" + NUMBER +
 FIELD = re.compile(r"([A-Za-z][\w ./()-]{0,60}?):?\s+(" + NUMBER + r")\s*(%?)(?:\s*[A-Za-z/]{1,12})?$")
 BULLET = re.compile(r"\s*[•*]\s+([A-Za-z][\w ./()-]{0,60}):\s+(" + NUMBER + r")(?=[\s(%]|$)\s*(%?)")
 PLAIN = re.compile(r"\s*([A-Za-z][\w ./()-]{0,60}?)\s*[:=]\s*(" + NUMBER + r")\s*(%?)\s*$")
-CELLS = re.compile(r"[|│┃]")
+CELLS = re.compile(r"[|│┃]|,(?= )")
+COLUMNS = re.compile(r"\t|\s*[|│┃]\s*")
+# `epoch: 5  loss: 0.2`, where one of the names is a metric's
+SPACED = re.compile(r"([A-Za-z_][\w./@-]{0,150})\s*[:=]\s*(" + NUMBER + r")(?=[\s;]|$)")
+METRIC = re.compile(r"(?i)loss|reward|grad_norm|entropy|(?<![a-z])kl(?![a-z])")
 NAME = re.compile(r"[A-Za-z_][\w./@ -]{0,150}")
-BARE = re.compile(NUMBER)
+BARE = re.compile(NUMBER + "|No Log")  # of a notebook: nothing was logged
 
 
 def read_console(file: Path, run: str = "") -> Iterable[Row]:
@@ -50,15 +55,15 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
         line = ANSI.sub("", line[:MAX_LINE]).rstrip()
         if MICRO.search(line):
             continue
-        cells = line.split("\t")
+        cells = COLUMNS.split(line.strip("| "))
         if len(cells) > 2 and all(map(NAME.fullmatch, cells)):
             header = [re.sub(r"\s*/\s*", "/", cell) for cell in cells]
         elif header and len(cells) == len(header) and all(map(BARE.fullmatch, cells)):
-            yield dict(zip(header, cells, strict=True))
+            yield {name: cell for name, cell in zip(header, cells, strict=True) if cell != "No Log"}
             continue
         named = [first or second for first, second in STEP.findall(line)]
         step = int(named[-1]) if named else step
-        if named and CELLS.search(line):  # `iteration 5: lm loss: 3.0 | grad norm: 1.0`
+        if named and "{" not in line and CELLS.search(line):  # `iteration 5: lm loss: 3.0 | grad norm: 1.0`
             line = f"step {step} | {STEP.split(line)[-1].lstrip(': ')}"
         pairs = {name: number for name, number in pairs_of(line) if name.lower() not in OF_STEP}
         if not pairs:
@@ -89,6 +94,9 @@ def pairs_of(line: str) -> Iterator[tuple[str, str]]:
     else:
         bullet = BULLET.match(line) or PLAIN.fullmatch(line)
         found = [] if bullet is None else [(bullet[1], bullet[2], bullet[3])]
+    spaced = SPACED.findall(line) if not found and "{" not in line and METRIC.search(line) else []
+    if len(spaced) > 1:
+        found = [(name, number, "") for name, number in spaced]
     for name, number, percent in found:
         yield name.strip(), str(Decimal(number) / 100) if percent else number
 
