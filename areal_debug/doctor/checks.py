@@ -9,6 +9,7 @@ from areal_debug.doctor.alarm import findings
 from areal_debug.doctor.names import nearest_quantity
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.drift import by_position
+from areal_debug.doctor.rules.learning import is_high
 from areal_debug.doctor.rules.rewards import terms_of
 from areal_debug.doctor.rules.terms import configured
 from areal_debug.doctor.samples.ends import end_tokens
@@ -42,6 +43,12 @@ class Checks:
     @property
     def are_few(self) -> bool:
         return self.num_tried < ENOUGH * self.num_all
+
+    @property
+    def late(self) -> str | None:
+        """The reward or loss that does not change in steps long after its start, None if it does."""
+        needs = [need for needs in self.unobserved.values() for need in needs if need.startswith("whole ")]
+        return needs[0].removeprefix("whole ") if needs else None
 
 
 def checks_of(run: Run, rows: Rows | None, failed: Collection[str]) -> Checks:
@@ -79,6 +86,11 @@ def observed_in(run: Run, rows: Rows | None) -> set[str]:
     """Return quantities with enough values, those not rounded, and what a record's rows have."""
     enough = {name: one for name, one in run.series.items() if len(one.finite.values) >= FEWEST_STEPS}
     found = {*enough, *(f"exact {name}" for name, one in enough.items() if one.resolution == 0)}
+    found |= {
+        f"whole {name}"
+        for name, one in enough.items()
+        if not one.finite.is_late_level or (name == "reward" and is_high(one.finite))
+    }
     found |= {name for name in ("eval_reward", "eval_loss", "failed", "accepted") if name in run.series}
     if configured(run):
         found.add("weighted_terms")

@@ -125,10 +125,9 @@ def verdict(run: Run, found: Examination) -> str:
     """Return "problem", "healthy", or "unknown" if too few steps or checks had data."""
     if found.alarms:
         return "problem"
-    looked = (
-        run.series and run.num_steps >= FEWEST_STEPS and not found.checks.are_few and not run.damage.found
-    )
-    return "healthy" if looked else "unknown"
+    checks = found.checks
+    looked = run.series and run.num_steps >= FEWEST_STEPS and not checks.are_few and checks.late is None
+    return "healthy" if looked and not run.damage.found else "unknown"
 
 
 def document(run: Run, found: Examination) -> dict[str, Any]:

@@ -59,6 +59,9 @@ def verdict_of(run: Run, found: Examination) -> tuple[str, str, Level]:
     if not found.alarms and found.checks.are_few:
         tried = f"only {found.checks.num_tried} of {found.checks.num_all} checks had data"
         return "Few checks ran", f"{tried} in {what}", "unsure"
+    if not found.alarms and (late := found.checks.late) and late in run.series:
+        why = f"the {late} does not change in them, and more steps went before: give those, too"
+        return "Inconclusive", f"{what}; {why}", "unsure"
     if not found.alarms and run.damage.found:
         return "Damaged", f"no problem found in the intact steps: {what}", "bad"
     if not found.alarms:

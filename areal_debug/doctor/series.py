@@ -73,9 +73,11 @@ class Series:
         return len(self.values) < FEWEST_STEPS
 
     @property
-    def is_excerpt(self) -> bool:
-        """Whether more steps went before than there are: then a level says little about the run."""
-        return len(self.steps) > 0 and self.steps[0] > self.steps[-1] - self.steps[0]
+    def is_late_level(self) -> bool:
+        """Whether nothing changes, and more steps went before than there are: it may have, earlier."""
+        if not len(self.steps) or self.steps[0] <= self.steps[-1] - self.steps[0]:
+            return False
+        return self.trend is None or not (self.trend.rises or self.trend.falls)
 
     def throughout(self, is_bad: Callable[[float], bool]) -> bool:
         """Return whether each of a few steps is bad; False for one step, and for many."""

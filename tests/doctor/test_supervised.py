@@ -109,6 +109,7 @@ def test_a_level_late_in_a_run_is_no_finding(tmp_path, name, values, alarm):
         file.write_text("".join(json.dumps(row | {"step": row["step"] + later}) + "\n" for row in rows))
         found = json.loads(CliRunner().invoke(main, ["doctor", str(tmp_path), "--json"]).stdout)
         assert (alarm in {one["id"] for one in found["alarms"]}) == expected
+        assert found["verdict"] == ("problem" if expected else "unknown")
 
 
 @pytest.mark.parametrize(("rejected", "alarms"), [(-6.0, []), (-2.4, ["D09"])])

@@ -39,7 +39,7 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
         rises(run, "eval_reward") or may_still_rise(reward.finite, found) or is_high(reward.finite)
     ):
         return None
-    if not falls and reward.finite.is_excerpt:
+    if reward.finite.is_late_level:
         return None
     if not falls and rose_and_fell(run):
         return None  # named by D04

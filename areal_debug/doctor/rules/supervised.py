@@ -31,7 +31,7 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
         return None
     if found.falls and -found.change > LEAST_FALL * abs(loss.finite.first):
         return None
-    if not found.rises and loss.finite.is_excerpt:
+    if loss.finite.is_late_level:
         return None
     return alarm(
         "D06",
