@@ -16,7 +16,7 @@ from consistency.case import DTYPES, Request, Setting, explain
 from consistency.diagnose import Diagnosis, diagnose, with_derived
 from consistency.engines import Top
 from consistency.errors import EngineError, OtherTokenizer
-from consistency.measure import KINDS, Group, added_tokens, group_by, token_kinds, worst_tokens
+from consistency.measure import added_tokens, group_by, worst_tokens
 from consistency.rescoring import Rescoring, TrainerCheck, compare_trainer, trainer_logprobs
 from consistency.score import Progress, Scorer, Scores, load_scorer, score
 from consistency.source import Sampled, concatenate, setting_of
@@ -114,7 +114,7 @@ def check(
     inputs = ProbeInputs(scorer, rows, request, setting, dtype)
     found, setting = run_probes(diagnose_with, inputs, replays)
     detail_worst(scorer, sequences, scores, found, temperature)
-    found = with_more_groups(found, scores, setting, request.model)
+    found = with_entropy(found, scores)
     return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops, trainer_check, notes)
 
 
@@ -168,17 +168,13 @@ def detail_worst(
                 getattr(scores, name)[places] = values
 
 
-def with_more_groups(found: Diagnosis, scores: Scores, setting: Setting, model: str) -> Diagnosis:
-    """Add groups by decile of the model's entropy, where it is known, and by kind of token."""
-    table, difference = found.table, found.table.difference
-    more: dict[str, tuple[Group, ...]] = {}
-    entropy = scores.entropy[table.index]
+def with_entropy(found: Diagnosis, scores: Scores) -> Diagnosis:
+    """Add groups by decile of the model's entropy, where it is known."""
+    entropy, difference = scores.entropy[found.table.index], found.table.difference
     known = np.isfinite(entropy)
-    if known.any():
-        edges = np.quantile(entropy[known], np.arange(0.1, 1.0, 0.1))
-        more["entropy_decile"] = group_by(np.searchsorted(edges, entropy[known]), difference[known])
-    kinds = token_kinds(table.token_id, model, setting.eos_token_id, setting.bos_token_id)
-    if kinds is not None:
-        groups = group_by(kinds, difference)
-        more["kind"] = tuple(replace(group, key=KINDS[int(group.key)]) for group in groups)
-    return replace(found, measurement=replace(found.measurement, by=found.measurement.by | more))
+    if not known.any():
+        return found
+    edges = np.quantile(entropy[known], np.arange(0.1, 1.0, 0.1))
+    groups = group_by(np.searchsorted(edges, entropy[known]), difference[known])
+    by = found.measurement.by | {"entropy_decile": groups}
+    return replace(found, measurement=replace(found.measurement, by=by))

@@ -4,11 +4,9 @@ The sign is always D = trainer - engine, rho = exp(D). The metrics are those of 
 k3: J. Schulman, "Approximating KL divergence", 2020; effective sample size: Kong, 1992); `ALIASES`
 maps them to the names under which training frameworks log them.
 
-Groups locate a mismatch: by position, turn, version, every other recorded column, token id, and
-kind of token (faults of masks, embeddings and templates affect kinds, not single ids).
+Groups locate a mismatch: by position, turn, version, every other recorded column, and token id.
 """
 
-import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,25 +15,12 @@ import numpy as np
 
 from consistency.tokens import Excluded, Floats, Ints, TokenTable
 
-EOS, BOS, SPECIAL, ADDED, DIGITS, WHITESPACE, BYTES, PUNCTUATION, WORDS = KINDS = (
-    "eos",
-    "bos",
-    "special",
-    "added",
-    "digits",
-    "whitespace",
-    "bytes",
-    "punctuation",
-    "words",
-)
-
 LARGEST_EXPONENT = 700.0  # exp() overflows at 709.8
 
 NUM_BINS = 40
 
 # A sequence's ratio is bounded as in verl's rollout correction, so that both chi2 are comparable.
 SEQUENCE_BOUND = 20.0
-IDENTITY_TOLERANCE = 1e-9
 # Below the float32 resolution of a logprob, a median counts as 0 in ratios.
 SMALLEST_SIZE = 1e-12
 
@@ -90,30 +75,13 @@ NOISE = {
 
 
 @dataclass(frozen=True)
-class ArithmeticCheck:
-    """Two computations of the same number; if they differ, the report itself is wrong."""
-
-    name: str
-    left: float
-    right: float
-
-    @property
-    def holds(self) -> bool:
-        """True if both are equal up to float64 rounding."""
-        scale = max(1.0, abs(self.left), abs(self.right))
-        return not np.isfinite(scale) or abs(self.left - self.right) <= IDENTITY_TOLERANCE * scale
-
-
-@dataclass(frozen=True)
 class Group:
     """Size and differences of a group of tokens."""
 
-    key: int | str
+    key: int
     num_tokens: int
     mean_abs: float
     mean: float
-    k1: float
-    k2: float
     k3: float
 
 
@@ -128,7 +96,6 @@ class Measurement:
     num_sequences: int
     excluded: Excluded
     metrics: dict[str, float]
-    identities: tuple[ArithmeticCheck, ...]
     by: dict[str, tuple[Group, ...]]
     histogram: tuple[tuple[float, int], ...]
 
@@ -147,28 +114,11 @@ def measure(table: TokenTable) -> Measurement:
         **tail(difference),
         **against_surprisal(table),
     }
-    # A dot product, so that the identity does not repeat the sums it checks.
-    mean_ratio = float(ratio(difference) @ np.full(len(difference), 1 / len(difference)))
-    identities = (
-        ArithmeticCheck("k3 = k1 + mean(rho) - 1", metrics["k3"], metrics["k1"] + mean_ratio - 1),
-        ArithmeticCheck(
-            "k1 = log_ppl_diff weighted by length",
-            metrics["k1"],
-            -float(sequence.total.sum() / sequence.count.sum()),
-        ),
-        ArithmeticCheck("rmse^2 = 2 k2", metrics["rmse"] ** 2, 2 * metrics["k2"]),
-        ArithmeticCheck(
-            "ess = 1 / (1 + var / mean^2)",
-            metrics["ess_token"],
-            1 / (1 + (metrics["ratio_std"] / metrics["ratio_mean"]) ** 2),
-        ),
-    )
     return Measurement(
         num_tokens=len(difference),
         num_sequences=len(sequence.count),
         excluded=table.excluded,
         metrics=metrics,
-        identities=identities,
         by=all_groups(table),
         histogram=histogram(difference),
     )
@@ -387,12 +337,11 @@ def group_by(keys: Ints, difference: Floats) -> tuple[Group, ...]:
     names, inverse = np.unique(keys, return_inverse=True)
     count = np.bincount(inverse)
     means = [
-        np.bincount(inverse, weights=v) / count
-        for v in (np.abs(difference), difference, difference**2, k3(difference))
+        np.bincount(inverse, weights=v) / count for v in (np.abs(difference), difference, k3(difference))
     ]
     return tuple(
-        Group(int(key), int(num), float(size), float(mean), float(-mean), float(square / 2), float(k3_mean))
-        for key, num, size, mean, square, k3_mean in zip(names, count, *means, strict=True)
+        Group(int(key), int(num), float(size), float(mean), float(k3_mean))
+        for key, num, size, mean, k3_mean in zip(names, count, *means, strict=True)
     )
 
 
@@ -412,38 +361,3 @@ def added_tokens(model: str) -> dict[int, bool]:
         return {}
     entries = json.loads(file.read_text(encoding="utf-8"))["added_tokens"]
     return {entry["id"]: entry["special"] for entry in entries}
-
-
-def token_kinds(
-    token_ids: Ints, model: str, eos_token_id: int | None, bos_token_id: int | None
-) -> Ints | None:
-    """Return the index into KINDS of each id, int64 [n]; None without a `tokenizer.json`."""
-    file = Path(model) / "tokenizer.json"
-    if not file.is_file():
-        return None
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-    added = added_tokens(model)
-
-    @functools.cache
-    def kind(token: int) -> int:
-        if token in (eos_token_id, bos_token_id):
-            return KINDS.index(EOS if token == eos_token_id else BOS)
-        if token in added:
-            return KINDS.index(SPECIAL if added[token] else ADDED)
-        return KINDS.index(kind_of_text(tokenizer.decode([token], skip_special_tokens=False)))
-
-    return np.array([kind(token) for token in token_ids.tolist()], np.int64)
-
-
-def kind_of_text(text: str) -> str:
-    """Return the kind of an ordinary token; bytes decode to the replacement character."""
-    if "\ufffd" in text:
-        return BYTES
-    if not text.strip():
-        return WHITESPACE
-    stripped = text.strip()
-    if stripped.isdigit():
-        return DIGITS
-    return WORDS if any(character.isalnum() for character in stripped) else PUNCTUATION

@@ -1,21 +1,14 @@
-"""The report of a check as one JSON document: gates on its metrics, worst tokens, token ranks."""
+"""The report of a check as one JSON document: gates on its metrics, worst tokens."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import numpy as np
 
 from consistency.check import Checked
 from consistency.engines import Top
 from consistency.errors import UnknownGate
 from consistency.measure import ALIASES, worst_tokens
-from consistency.score import Scores
 from consistency.tokens import TokenTable
-
-# Nats between the model's first and second token above which another first token is not a near tie.
-CLEAR_NATS = 0.5
 
 EXIT_CODES = {"healthy": 0, "mismatch": 1, "unknown": 2}
 
@@ -53,31 +46,9 @@ class WorstToken:
     engine_top: Top
 
 
-@dataclass(frozen=True)
-class Ranking:
-    """Ranks over the `num_tokens` tokens that the model scored in detail.
-
-    `argmax_share` is the share of sampled tokens that are the model's most likely; `highest_rank`,
-    `most_mass_before` and `least_relative` (probability relative to the most likely token) identify
-    top-k, top-p and min-p. The rest is None unless the engine reported its most likely tokens: the
-    share of tokens whose first choice differs, the same where the model's choice is clear, and the
-    mean Jaccard index of both sides' tokens.
-    """
-
-    num_tokens: int
-    argmax_share: float
-    highest_rank: int
-    most_mass_before: float
-    least_relative: float
-    argmax_mismatch: float | None = None
-    clear_mismatch: float | None = None
-    jaccard: float | None = None
-
-
 def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
     """Return the complete report as JSON-ready values; the writer handles non-finite numbers."""
     found, measured = checked.diagnosis, checked.diagnosis.measurement
-    ranking = rank_tokens(checked.scores, checked.tops)
     return {
         "verdict": found.verdict,
         "causes": [asdict(cause) for cause in found.causes],
@@ -95,9 +66,7 @@ def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
             "surprise_z": found.surprise if math.isfinite(found.surprise) else 0.0,
         },
         "names_elsewhere": ALIASES,
-        "identities": [{**asdict(identity), "holds": identity.holds} for identity in measured.identities],
         "by": {column: [asdict(group) for group in groups] for column, groups in measured.by.items()},
-        "ranking": None if ranking is None else asdict(ranking),
         "trainer_check": None if checked.trainer_check is None else asdict(checked.trainer_check),
         "rescoring": None if checked.rescoring is None else asdict(checked.rescoring),
         "histogram": [list(bar) for bar in measured.histogram],
@@ -155,43 +124,3 @@ def describe_worst(checked: Checked, count: int = 10, num_before: int = 12) -> t
             )
         )
     return tuple(found)
-
-
-def rank_tokens(scores: Scores, tops: Sequence[Top] | None) -> Ranking | None:
-    detailed = np.flatnonzero((scores.rank >= 0) & np.isfinite(scores.logprob))
-    if not len(detailed):
-        return None
-    comparison = {} if tops is None else compare_tops(scores, detailed.tolist(), tops)
-    return Ranking(
-        num_tokens=len(detailed),
-        argmax_share=float((scores.rank[detailed] == 0).mean()),
-        highest_rank=int(scores.rank[detailed].max()),
-        most_mass_before=float(scores.mass_before[detailed].max()),
-        least_relative=float(np.exp((scores.logprob - scores.largest)[detailed].min())),
-        **comparison,
-    )
-
-
-def compare_tops(scores: Scores, detailed: Sequence[int], tops: Sequence[Top]) -> dict[str, float]:
-    compared = [index for index in detailed if tops[index]]
-    if not compared:
-        return {}
-    differs = np.array([most_likely(tops[index]) != scores.top_ids[index, 0] for index in compared])
-    gap = scores.top_logprobs[compared, 0] - scores.top_logprobs[compared, 1]
-    clear = gap > CLEAR_NATS
-    return {
-        "argmax_mismatch": float(differs.mean()),
-        "clear_mismatch": float(differs[clear].mean()) if clear.any() else 0.0,
-        "jaccard": float(
-            np.mean([overlap({i for i, _ in tops[at]}, set(scores.top_ids[at].tolist())) for at in compared])
-        ),
-    }
-
-
-def most_likely(top: Top) -> int:
-    """Return the id of the largest logprob."""
-    return max(top, key=lambda pair: pair[1])[0]
-
-
-def overlap(left: set[int], right: set[int]) -> float:
-    return len(left & right) / len(left | right)

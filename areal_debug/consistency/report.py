@@ -9,11 +9,11 @@ from typing import Any
 from areal_debug.render import count, format_number, sparkline
 from areal_debug.report.charts import bars, dots
 from areal_debug.report.links import view_command
-from areal_debug.report.model import Block, Cell, Curve, Facts, Finding, Level, Picture, Report, Row, Table
+from areal_debug.report.model import Block, Curve, Facts, Finding, Level, Picture, Report, Row, Table
 from consistency.case import Request
 from consistency.check import Checked
 from consistency.diagnose import is_accusation
-from consistency.measure import ALIASES, Group
+from consistency.measure import ALIASES
 from consistency.over_time import OverTime
 from consistency.report import Gate, WorstToken, describe_worst
 from recorder import open_record
@@ -76,7 +76,7 @@ def report_of(checked: Checked, gates: Sequence[Gate], request: Request, source:
     if found.missing:
         blocks.append(Facts([Row("", name) for name in found.missing], "For a more precise answer, add"))
     blocks += [Facts([gate_row(gate) for gate in gates], "Gates")] if gates else []
-    blocks += [*cross_checks(checked), numbers(checked), *curves(checked), *kinds(checked)]
+    blocks += [*cross_checks(checked), numbers(checked), *curves(checked)]
     blocks += [*worst_tokens(checked, request, source), *all_numbers(checked)]
     verdict, level = found.verdict.capitalize(), LEVELS[found.verdict]
     return Report(verdict, f"{name}. {summary}", level, blocks, notes)
@@ -161,14 +161,6 @@ def curves(checked: Checked) -> Iterator[Block]:
     yield from pictures
 
 
-def kinds(checked: Checked) -> Iterator[Table]:
-    groups: Sequence[Group] = checked.diagnosis.measurement.by.get("kind", ())
-    rows = [(str(g.key), str(g.num_tokens), format_number(g.mean_abs), format_number(g.mean)) for g in groups]
-    if rows:
-        headings = ("kind", "tokens>", "mean |D|>", "mean D>")
-        yield Table(headings, rows, "By kind of token", only="page")
-
-
 def worst_tokens(checked: Checked, request: Request, source: dict[str, Any]) -> Iterator[Block]:
     """Yield the tokens with the largest |D|: ten on a terminal, more on a page."""
     worst, decode = describe_worst(checked, count=NUM_WORST), load_decode(request.model)
@@ -205,14 +197,6 @@ def all_numbers(checked: Checked) -> Iterator[Table]:
     ]
     headings = ("name", "value>", "name in other frameworks")
     yield Table(headings, rows, "All numbers", only="page")
-    checks = [
-        (one.name, f"{one.left:.6g}", f"{one.right:.6g}", passed(one.holds)) for one in measured.identities
-    ]
-    yield Table(("identity", "left>", "right>", ""), checks, "Self-checks", only="page")
-
-
-def passed(holds: bool) -> Cell:
-    return Cell("passed", "good") if holds else Cell("failed", "bad")
 
 
 def look_at(source: dict[str, Any], worst: Sequence[WorstToken]) -> list[str]:
