@@ -1,4 +1,4 @@
-"""The report of a check as one JSON document: gates on its metrics, worst tokens."""
+"""The report of a check as one JSON document: its metrics and worst tokens."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -6,25 +6,10 @@ from typing import Any
 
 from consistency.check import Checked
 from consistency.engines import Top
-from consistency.errors import UnknownGate
 from consistency.measure import ALIASES, worst_tokens
 from consistency.tokens import TokenTable
 
 EXIT_CODES = {"healthy": 0, "mismatch": 1, "unknown": 2}
-
-
-@dataclass(frozen=True)
-class Gate:
-    """A metric and the upper limit of its absolute value."""
-
-    metric: str
-    limit: float
-    value: float
-
-    @property
-    def holds(self) -> bool:
-        """True if the value is within the limit; NaN never is."""
-        return abs(self.value) <= self.limit
 
 
 @dataclass(frozen=True)
@@ -46,7 +31,7 @@ class WorstToken:
     engine_top: Top
 
 
-def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
+def document(checked: Checked) -> dict[str, Any]:
     """Return the complete report as JSON-ready values; the writer handles non-finite numbers."""
     found, measured = checked.diagnosis, checked.diagnosis.measurement
     return {
@@ -54,7 +39,6 @@ def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
         "causes": [asdict(cause) for cause in found.causes],
         "missing": list(found.missing),
         "notes": list(checked.notes),
-        "gates": [{**asdict(gate), "holds": gate.holds} for gate in gates],
         "sign": "D = trainer - engine",
         "dtype": checked.dtype,
         "setting": asdict(checked.setting),
@@ -72,32 +56,6 @@ def document(checked: Checked, gates: tuple[Gate, ...]) -> dict[str, Any]:
         "histogram": [list(bar) for bar in measured.histogram],
         "worst": [asdict(token) for token in describe_worst(checked)],
     }
-
-
-def exit_code(checked: Checked, gates: tuple[Gate, ...]) -> int:
-    """Return 0 if healthy, 1 for a mismatch or a failed gate, 2 if inconclusive."""
-    return 1 if any(not gate.holds for gate in gates) else EXIT_CODES[checked.diagnosis.verdict]
-
-
-def check_gates(text: str, metrics: dict[str, float]) -> tuple[Gate, ...]:
-    """Parse gates such as `mean_abs=0.02,k3=0.002` and evaluate them.
-
-    Raises:
-        UnknownGate: an entry names an unknown metric, or its limit is not a number.
-    """
-    return tuple(parse_gate(entry, metrics) for entry in text.split(",") if entry.strip())
-
-
-def parse_gate(entry: str, metrics: dict[str, float]) -> Gate:
-    name, _, limit = (part.strip() for part in entry.partition("="))
-    if name not in metrics:
-        raise UnknownGate(
-            f"gate {entry.strip()!r}: there is no metric {name!r}; the metrics are {', '.join(sorted(metrics))}"
-        )
-    try:
-        return Gate(name, float(limit), metrics[name])
-    except ValueError as error:
-        raise UnknownGate(f"gate {entry.strip()!r}: {limit!r} is not a number; write {name}=0.02") from error
 
 
 def describe_worst(checked: Checked, count: int = 10, num_before: int = 12) -> tuple[WorstToken, ...]:

@@ -15,7 +15,7 @@ from consistency.check import Checked
 from consistency.diagnose import is_accusation
 from consistency.measure import ALIASES
 from consistency.over_time import OverTime
-from consistency.report import Gate, WorstToken, describe_worst
+from consistency.report import WorstToken, describe_worst
 from recorder import open_record
 from recorder.samples import token_texts
 
@@ -48,16 +48,14 @@ CURVES = {
     "response_position": ("position in the response", True),
     "turn": ("turn", True),
     "surprisal_decile": ("decile of surprisal, most likely tokens first", True),
-    "entropy_decile": ("decile of entropy, lowest entropy first", False),
     "version": ("weight version", True),
     "worker": ("worker", False),
-    "length": ("length of the completion", False),
 }
 NUM_DOTS, NUM_WORST = 1500, 30
 Decode = Callable[[list[int]], str] | None
 
 
-def report_of(checked: Checked, gates: Sequence[Gate], request: Request, source: dict[str, Any]) -> Report:
+def report_of(checked: Checked, request: Request, source: dict[str, Any]) -> Report:
     """Return the report; `source` describes what was compared with the model."""
     found, measured = checked.diagnosis, checked.diagnosis.measurement
     name = (
@@ -75,7 +73,6 @@ def report_of(checked: Checked, gates: Sequence[Gate], request: Request, source:
     blocks: list[Block] = [*findings(checked)]
     if found.missing:
         blocks.append(Facts([Row("", name) for name in found.missing], "For a more precise answer, add"))
-    blocks += [Facts([gate_row(gate) for gate in gates], "Gates")] if gates else []
     blocks += [*cross_checks(checked), numbers(checked), *curves(checked)]
     blocks += [*worst_tokens(checked, request, source), *all_numbers(checked)]
     verdict, level = found.verdict.capitalize(), LEVELS[found.verdict]
@@ -96,12 +93,6 @@ def findings(checked: Checked) -> Iterator[Finding]:
         yield Finding(cause.id, cause.name, level, rows, f"confidence {cause.confidence:.0%}")
 
 
-def gate_row(gate: Gate) -> Row:
-    word = "passed" if gate.holds else "failed"
-    text = f"{format_number(gate.value)} {word}"
-    return Row(f"gate {gate.metric} <= {gate.limit:g}", text, "good" if gate.holds else "bad")
-
-
 def cross_checks(checked: Checked) -> Iterator[Facts]:
     """Yield the trainer's own path, and second scorings of the same tokens."""
     if (trainer := checked.trainer_check) is not None:
@@ -110,7 +101,7 @@ def cross_checks(checked: Checked) -> Iterator[Facts]:
             "to the model": trainer.trainer_model,
             "engine to model": trainer.engine_model,
         }
-        title = f"trainer ({trainer.source}), mean |difference| over {count(trainer.num_tokens, 'token')}"
+        title = f"trainer (from the record), mean |difference| over {count(trainer.num_tokens, 'token')}"
         yield Facts([Row(name, format_number(value)) for name, value in pairs.items()], title)
     if (rescoring := checked.rescoring) is not None:
         values = asdict(rescoring)
