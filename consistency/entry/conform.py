@@ -48,7 +48,7 @@ from consistency.tensors import find_stale_tensors
 from consistency.tokens import Completion, Floats, sequences_from_completions
 
 Verdict = Literal["pass", "fail", "not offered", "undecided"]
-FOLDER, BROADCAST = "folder", "broadcast"
+FOLDER, BROADCAST, ADAPTER = "folder", "broadcast", "conform"
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 6, 48, 24
 LONG_TOKENS, LONG_S = 400, 0.3  # requests in flight: their most tokens; seconds until the update
 GROUP_S = 60.0  # until a process group has formed
@@ -59,7 +59,6 @@ MIXED, NEITHER, STALE = "mixed", "none of these", "on the cache of the old weigh
 Kinds = tuple[str, str, str]
 FIRST, LAST = (AFTER, "", ""), ("", "", AFTER)  # one part of three
 LABELLED = "as the versions say"
-ADAPTER = "conform"
 TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 # What a check may raise because of the engine.
 REFUSED = (RequestRefused, errors.WeightUpdateFailed, errors.MalformedReply)
@@ -268,14 +267,14 @@ class Conformance:
         text = "; ".join([f"{len(self.labels)} times, {len(wrong)} wrong", *wrong[:3]])
         self.run("versions", lambda: Check("fail" if wrong else "pass", evidence=text))
 
-    def full(self, kind: str, by: str) -> Check:
+    def full(self, kind: str, by: str = "") -> Check:
         self.send(self.known.whole(kind), by)
         return self.judge(self.ask(), kind, {key: self.known.whole(key) for key in (BEFORE, kind)})
 
     def parts(self, kinds: Kinds) -> WeightSet:
         """Return a set with one kind for each part of the tensors; "" leaves a part out."""
-        pairs = zip(self.known.parts(), kinds, strict=True)
-        return {name: kind for names, kind in pairs for name in names if kind}
+        listed = self.known.parts()
+        return {name: kind for names, kind in zip(listed, kinds, strict=True) for name in names if kind}
 
     def chain(self, *sent: Kinds, mixed: Kinds, expected: str = AFTER) -> Check:
         """Send parts one after the other; a faulty engine may hold those of `mixed` alone."""
@@ -366,7 +365,7 @@ class Conformance:
         self.holds = {}
         for tag in (WEIGHTS, CACHE):
             engine.pool.post(SGLANG.resume_memory(tag))
-        return self.full(AFTER, engine.works[-1])
+        return self.full(AFTER)
 
     def adapters(self) -> Check:
         engine, names = self.engine, list[str]()
