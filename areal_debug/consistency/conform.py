@@ -29,19 +29,18 @@ def report_of(result: Result) -> Report:
         ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
         + f"; {result.engine}, {result.dtype}, the same weights differ by up to {result.noise_floor:g} nats"
     )
-    level: Level = {"conforms": "good", "fails": "bad"}.get(result.verdict, "unsure")  # type: ignore[assignment]
+    level = {"conforms": LEVELS["pass"], "fails": LEVELS["fail"]}.get(result.verdict, "unsure")
     blocks: list[Block] = [finding_of(check) for check in result.checks if check.verdict == "fail"]
     headings = ("check", "", "expected", "holds", "mean |D| from each", "")
-    blocks.append(Table(headings, [cells(check) for check in result.checks]))
+    blocks.append(Table(headings, list(map(cells, result.checks))))
     return Report(result.verdict.capitalize(), sentence, level, blocks)
 
 
 def finding_of(check: Check) -> Finding:
-    texts = TEXTS[check.name]
     seen = f"holds {check.held}, not {check.expected} ({distances_of(check)})" if check.held else ""
-    evidence = "; ".join(filter(None, (seen, check.evidence)))
-    rows = [Row("done", texts["done"]), Row("evidence", evidence), Row("fix", texts["fix"])]
-    return Finding(check.name, "failed", "bad", rows)
+    evidence = Row("evidence", "; ".join(filter(None, (seen, check.evidence))))
+    done, fix = (Row(key, TEXTS[check.name][key]) for key in ("done", "fix"))
+    return Finding(check.name, "failed", "bad", [done, evidence, fix])
 
 
 def distances_of(check: Check) -> str:
@@ -49,6 +48,5 @@ def distances_of(check: Check) -> str:
 
 
 def cells(check: Check) -> tuple[str | Cell, ...]:
-    verdict = Cell(check.verdict, LEVELS[check.verdict])
-    evidence = "" if check.verdict == "fail" else check.evidence
+    verdict, evidence = Cell(check.verdict, LEVELS[check.verdict]), check.evidence * (check.verdict != "fail")
     return (check.name, verdict, check.expected, check.held, distances_of(check), evidence)

@@ -43,7 +43,6 @@ RESCORING_LABELS = {
     "model_repeat": "model, repeated",
     "model_alone": "model, batch of one",
 }
-# Columns of groups, and whether a terminal shows their curve.
 CURVES = {
     "response_position": ("position in the response", True),
     "turn": ("turn", True),

@@ -28,6 +28,18 @@ if TYPE_CHECKING:
     from recorder import Record
 
 EXACT_NEW_TOKENS = 64  # by default
+GONE = {
+    "--gate": "compare the metrics of --json with the limits",
+    "--trainer": "--exact compares with the trainer",
+    "--against": "compare verdict and max_abs_difference of both certificates",
+    "--update": "--conform checks the weight updates of a server",
+}
+
+
+def refuse_gone(context: click.Context, option: click.Parameter, value: object) -> None:
+    """Say what replaces an option of version 0.3.0."""
+    if value:
+        fail(f"{option.opts[0]} is gone: {GONE[option.opts[0]]}")
 
 
 @click.command(
@@ -146,6 +158,10 @@ EXACT_NEW_TOKENS = 64  # by default
     show_default=True,
     help="With --exact: of prompts and sampling.",
 )
+@click.option("--trainer", is_flag=True, hidden=True, expose_value=False, callback=refuse_gone)
+@click.option("--gate", hidden=True, expose_value=False, callback=refuse_gone)
+@click.option("--against", hidden=True, expose_value=False, callback=refuse_gone)
+@click.option("--update", hidden=True, expose_value=False, callback=refuse_gone)
 @output_option("Also write the report as one HTML page; with --exact the certificate.")
 @force_option
 @json_option

@@ -32,7 +32,7 @@ from areal_core.servers.client import adapter_name
 from areal_core.servers.identity import ServerIdentity
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.reply import Chunk, json_of
-from areal_core.servers.server import Server, call
+from areal_core.servers.server import Server, call, is_reachable
 from areal_core.servers.sglang import CACHE, SGLANG, WEIGHTS
 from areal_core.servers.update_group import UpdateGroup
 from areal_core.servers.vllm import VLLM
@@ -54,7 +54,7 @@ LONG_TOKENS, LONG_S = 400, 0.3  # requests in flight: their most tokens; seconds
 GROUP_S = 60.0  # until a process group has formed
 APART = 10.0  # times the noise floor: the least distance of two sets of weights
 MESSAGE, NO_ROUTE = 300, (404, 405, 501)  # characters of a refusal, its status without a route
-NO_GPU = "a process group with an engine on a GPU needs one here"
+NO_GPU, ENDED = "a process group with an engine on a GPU needs one here", "not run: the engine has ended"
 MIXED, NEITHER, STALE = "mixed", "none of these", "on the cache of the old weights"
 Kinds = tuple[str, str, str]
 FIRST, LAST = (AFTER, "", ""), ("", "", AFTER)  # one part of three
@@ -200,7 +200,7 @@ class Conformance:
         nearest = min(distances, key=lambda key: distances[key])
         held = nearest if distances[nearest] <= self.level else NEITHER
         if sum(distance <= self.level for distance in distances.values()) > 1:
-            return Check("undecided", expected, held, distances, "the sets are too near to be told apart")
+            return Check("undecided", expected, held, distances, "the sets are too near to each other")
         if held in (expected, also):
             return Check("pass", expected, held, distances)
         return Check("fail", expected, held, distances, self.which_tensors(rows, expected, known))
@@ -224,9 +224,9 @@ class Conformance:
     def run(self, name: str, check: Callable[[], Check]) -> Check:
         """Run a check from the weights of the model's folder, and add its result."""
         try:
-            if self.holds != self.known.whole(BEFORE):
+            if is_reachable(self.engine.server) and self.holds != self.known.whole(BEFORE):
                 self.send(self.known.whole(BEFORE))
-            found = check()
+            found = check() if is_reachable(self.engine.server) else Check("undecided", evidence=ENDED)
         except BROKEN as error:
             self.holds = {}  # unknown
             refused = error if isinstance(error, RequestRefused) else error.__cause__
@@ -413,7 +413,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """Fails if a check failed, undecided if one could not tell."""
+        """Fails if a check failed, undecided if one is."""
         seen = {check.verdict for check in self.checks}
         return "fails" if "fail" in seen else "undecided" if "undecided" in seen else "conforms"
 

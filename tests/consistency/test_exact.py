@@ -29,11 +29,8 @@ def test_the_embedded_engine_is_proven_and_then_compared(tiny_model, tmp_path):
     assert done.exit_code == 0, done.output
     assert "Proven: " in done.stdout
     saved = json.loads(file.read_text())
-    assert (saved["verdict"], saved["num_different"], saved["max_abs_difference"]) == (
-        "proven",
-        0,
-        "0x0.0p+0",
-    )
+    found = (saved["verdict"], saved["num_different"], saved["max_abs_difference"])
+    assert found == ("proven", 0, "0x0.0p+0")
     by_name = {check["name"]: check for check in saved["checks"]}
     assert by_name["next turn, cached"]["cached_tokens"] > 0
     assert by_name["next turn, cache emptied"]["cached_tokens"] == 0
@@ -42,11 +39,12 @@ def test_the_embedded_engine_is_proven_and_then_compared(tiny_model, tmp_path):
 
 @pytest.mark.sglang
 @pytest.mark.long
-def test_a_real_server_gets_an_honest_verdict(tiny_model, tmp_path):
+def test_a_real_server_gets_an_honest_verdict_and_conforms(tiny_model, tmp_path):
     from areal_core.config import SGLangConfig
     from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 
-    options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
+    lora = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all-linear"]}
+    options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384, **lora)
     arguments = server_args(options, "cpu")
     with SGLangServer(
         tiny_model, tmp_path / "log", arguments, cpu_environment(), ready_timeout_s=600.0
@@ -54,7 +52,11 @@ def test_a_real_server_gets_an_honest_verdict(tiny_model, tmp_path):
         address = running.server.address
         given = ["--exact", "--engine", address, "--model", str(tiny_model)]
         done = CliRunner().invoke(command, [*given, "--json"])
+        conformed = CliRunner().invoke(command, ["--conform", *given[1:], "--json"])
     found = json.loads(done.stdout)
     assert done.exit_code == {"proven": 0, "refuted": 1}[found["verdict"]], done.output
     assert all(check["num_tokens"] > 0 for check in found["checks"])
     assert float.fromhex(found["max_abs_difference"]) < 1e-5
+    verdicts = {check["name"]: check["verdict"] for check in json.loads(conformed.stdout)["checks"]}
+    assert verdicts.pop("sleep and wake") == "not offered"  # without --enable-memory-saver
+    assert set(verdicts.values()) == {"pass"}
