@@ -38,9 +38,9 @@ from areal_core.testing.tiny_vision import make_tiny_vision_model
 from benchmarks.harness import read_options
 from consistency.alternatives.variants import SCHEMES
 from consistency.case import Request
-from consistency.check import Checked
+from consistency.check import Checked, check
 from consistency.engines import SamplingParams
-from consistency.live import Prompt, check_engines, query_engines, sampled_of, vocabulary_of
+from consistency.live import Prompt, make_rescorer, query_engines, sampled_of, vocabulary_of
 
 SURE = 0.8
 NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 24, 2, 32
@@ -688,7 +688,8 @@ def examine(fault: Fault, model: Path, folder: Path, seed: int) -> Checked:
         )
         dtype = fault.dtype or "float32"
         request = Request(str(model), dtype, previous=str(before) if fault.previous is not None else None)
-        return check_engines(samples, sampled_of(samples, dtype, vocabulary), request, vocabulary)
+        rescorer = make_rescorer(samples.addresses, vocabulary)
+        return check(sampled_of(samples, dtype, vocabulary), request, rescorer=rescorer)
 
 
 def grade(fault: Fault, checked: Checked) -> str:

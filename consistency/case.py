@@ -54,7 +54,6 @@ class Request:
         temperature: of the sampling; None: the recorded one.
         previous: checkpoint before this one, to recognise stale weights.
         base: checkpoint without the adapter, to recognise an engine that does not use it.
-        trainer: compute the trainer check if the record does not hold its logprobs.
     """
 
     model: str
@@ -63,7 +62,6 @@ class Request:
     temperature: float | None = None
     previous: str | None = None
     base: str | None = None
-    trainer: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from consistency.case import DTYPES, Request, Setting, explain
 from consistency.diagnose import Diagnosis, diagnose, with_derived
 from consistency.engines import Top
 from consistency.errors import EngineError, OtherTokenizer
-from consistency.measure import KINDS, Group, added_tokens, group_by, token_kinds, worst_tokens
-from consistency.rescoring import Rescoring, TrainerCheck, compare_trainer, trainer_logprobs
+from consistency.measure import added_tokens, worst_tokens
+from consistency.rescoring import Rescoring, TrainerCheck, compare_trainer
 from consistency.score import Progress, Scorer, Scores, load_scorer, score
 from consistency.source import Sampled, concatenate, setting_of
 from consistency.tokens import Floats, Sequences
@@ -98,7 +98,7 @@ def check(
             notes = (*notes, f"the engine could not be queried again: {error}")
     if rescoring is not None:
         setting = replace(setting, noise=noise_of_engine(setting.noise, rescoring))
-    trainer_check = check_trainer(sampled, sequences, scores, request, dtype, temperature)
+    trainer_check = check_trainer(sampled, sequences, scores)
     if trainer_check is not None and trainer_check.is_at_fault(setting.noise.mean_abs):
         how = explain_trainer(scorer, sequences, sampled.trainer, setting)
         trainer_check = replace(trainer_check, explanation=how)
@@ -114,22 +114,14 @@ def check(
     inputs = ProbeInputs(scorer, rows, request, setting, dtype)
     found, setting = run_probes(diagnose_with, inputs, replays)
     detail_worst(scorer, sequences, scores, found, temperature)
-    found = with_more_groups(found, scores, setting, request.model)
     return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops, trainer_check, notes)
 
 
-def check_trainer(
-    sampled: Sampled, sequences: Sequences, scores: Scores, request: Request, dtype: str, temperature: float
-) -> TrainerCheck | None:
-    """Compare with the recorded logprobs of the trainer, or with those computed now on request."""
-    if sampled.trainer is not None:
-        source, trainer = "the record", sampled.trainer
-    elif request.trainer:
-        source = "its packed path, now"
-        trainer = trainer_logprobs(request.model, dtype, request.device, sequences, temperature)
-    else:
+def check_trainer(sampled: Sampled, sequences: Sequences, scores: Scores) -> TrainerCheck | None:
+    """Compare with the recorded logprobs of the trainer."""
+    if sampled.trainer is None:
         return None
-    return compare_trainer(source, sequences.engine_logprobs[sequences.scored], trainer, scores.logprob)
+    return compare_trainer(sequences.engine_logprobs[sequences.scored], sampled.trainer, scores.logprob)
 
 
 def explain_trainer(scorer: Scorer, sequences: Sequences, trainer: Floats | None, setting: Setting) -> str:
@@ -166,19 +158,3 @@ def detail_worst(
         for name, values in vars(detailed).items():
             if name != "logprob":
                 getattr(scores, name)[places] = values
-
-
-def with_more_groups(found: Diagnosis, scores: Scores, setting: Setting, model: str) -> Diagnosis:
-    """Add groups by decile of the model's entropy, where it is known, and by kind of token."""
-    table, difference = found.table, found.table.difference
-    more: dict[str, tuple[Group, ...]] = {}
-    entropy = scores.entropy[table.index]
-    known = np.isfinite(entropy)
-    if known.any():
-        edges = np.quantile(entropy[known], np.arange(0.1, 1.0, 0.1))
-        more["entropy_decile"] = group_by(np.searchsorted(edges, entropy[known]), difference[known])
-    kinds = token_kinds(table.token_id, model, setting.eos_token_id, setting.bos_token_id)
-    if kinds is not None:
-        groups = group_by(kinds, difference)
-        more["kind"] = tuple(replace(group, key=KINDS[int(group.key)]) for group in groups)
-    return replace(found, measurement=replace(found.measurement, by=found.measurement.by | more))

@@ -3,10 +3,8 @@
 ConsistencyError (ValueError)
 ├── NothingToCompare   no token was sampled, or none has a usable logprob on both sides
 ├── BadColumn          the length of a column differs from the number of tokens or rows
-├── UnknownGate        a gate names an unknown metric, or its limit is not a number
 ├── OtherTokenizer     sampled ids are beyond the model's vocabulary
 ├── BadPrompts         a file of prompts cannot be read, or is empty
-├── BadCertificate     a certificate cannot be read, written or compared
 └── EngineError        an engine cannot be queried, or its reply is unusable
 """
 
@@ -23,20 +21,12 @@ class BadColumn(ConsistencyError):
     """A column does not have one value per token or per sequence."""
 
 
-class UnknownGate(ConsistencyError):
-    """A gate cannot be checked."""
-
-
 class OtherTokenizer(ConsistencyError):
     """Engine and model do not share a tokenizer."""
 
 
 class BadPrompts(ConsistencyError):
     """Prompts cannot be read."""
-
-
-class BadCertificate(ConsistencyError):
-    """A certificate is unreadable, or belongs to another model."""
 
 
 class EngineError(ConsistencyError):

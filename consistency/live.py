@@ -15,8 +15,7 @@ import numpy as np
 from areal_core.data.images import as_image_bytes
 from areal_core.data.processor import VisionProcessor
 from areal_core.data.read import read_rows, rl_row
-from consistency.case import Request
-from consistency.check import Checked, Rescorer, check
+from consistency.check import Rescorer
 from consistency.engines import (
     MAX_CONCURRENT,
     EngineIdentity,
@@ -31,7 +30,7 @@ from consistency.engines import (
 from consistency.errors import BadPrompts, NothingToCompare
 from consistency.replies import find_contradictions
 from consistency.rescoring import Rescoring, rescore
-from consistency.score import Progress, Scorer
+from consistency.score import Scorer
 from consistency.source import Sampled, Sampling, concatenate
 from consistency.tokens import Completion, Sequences, sequences_from_completions
 
@@ -171,17 +170,6 @@ def pictures_of(prompt: Prompt, vocabulary: Vocabulary) -> Pictures | None:
     if vocabulary.image_token_id is None:
         raise BadPrompts("the prompts have images, and the model is a text model: give an image-text model")
     return Pictures(prompt.images, vocabulary.image_token_id)
-
-
-def check_engines(
-    samples: EngineSamples,
-    sampled: Sampled,
-    request: Request,
-    vocabulary: Vocabulary,
-    progress: Progress = lambda num_tokens: None,
-) -> Checked:
-    """Compare the replies of engines with a model. Raises as `check` does."""
-    return check(sampled, request, progress, make_rescorer(samples.addresses, vocabulary))
 
 
 def sampled_of(samples: EngineSamples, trainer_dtype: str, vocabulary: Vocabulary) -> Sampled:

@@ -5,8 +5,8 @@ and B is a fault of decoding in the engine; one of B and C is a fault of its wei
 transform or numerics. B and C are repeated: the difference of two Bs is the engine's run-to-run
 variation, the noise floor of any comparison (the experiment of miles, docs/en/advanced, 2026).
 
-The trainer check compares both with logprobs of the trainer's packed and sharded path, from the
-record or computed now. A difference of engine and Hugging Face is the engine's fault only if the
+The trainer check compares both with recorded logprobs of the trainer's packed and sharded path (for
+a live engine, `entry.exact` computes them). A difference of engine and Hugging Face is the engine's fault only if the
 trainer agrees with Hugging Face; otherwise it is the trainer's.
 """
 
@@ -15,24 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 
-from areal_core.algorithm.alignment import shifted_left
-from areal_core.config import TrainEngineConfig
-from areal_core.config.train_engine import MicroBatchSpec
-from areal_core.data.batch import Batch
-from areal_core.engine.ranks import join_ranks, leave_ranks
-from areal_core.trainer.build import build_engine
 from consistency.engines import MAX_CONCURRENT, Engine, Pictures, call_all
-from consistency.measure import k3
 from consistency.score import Scorer, score_logprobs
-from consistency.tokens import Bools, Floats, Sequences
+from consistency.tokens import Floats, Sequences
 
 # Rows are scored alone as well as packed, to detect logprobs that depend on the batch.
 ALONE = 1
 NOISE_FACTOR = 2.0  # both sides of a comparison round: twice one side's noise is still noise
-
-TOKENS_PER_MICRO_BATCH = 4096
 
 
 @dataclass(frozen=True)
@@ -98,17 +88,15 @@ def mean_distance(left: Floats, right: Floats) -> float:
 
 @dataclass(frozen=True)
 class TrainerCheck:
-    """Mean |difference| and k3 over `num_tokens`; `source` names the origin of the trainer's.
+    """Mean |difference| over `num_tokens`.
 
     `explanation` is the replayed hypothesis that gives the trainer's logprobs, "" without one.
     """
 
-    source: str
     num_tokens: int
     engine_trainer: float
     trainer_model: float
     engine_model: float
-    trainer_model_k3: float
     explanation: str = ""
 
     def is_at_fault(self, level: float) -> bool:
@@ -117,7 +105,7 @@ class TrainerCheck:
         return self.trainer_model > most
 
 
-def compare_trainer(source: str, engine: Floats, trainer: Floats, model: Floats) -> TrainerCheck | None:
+def compare_trainer(engine: Floats, trainer: Floats, model: Floats) -> TrainerCheck | None:
     """Compare three columns of logprobs, float64 [n], where all are finite; None if none is."""
     usable = np.isfinite(engine) & np.isfinite(trainer) & np.isfinite(model) & (engine <= 0)
     if not usable.any():
@@ -128,58 +116,8 @@ def compare_trainer(source: str, engine: Floats, trainer: Floats, model: Floats)
         return float(np.abs(left - right).mean())
 
     return TrainerCheck(
-        source=source,
         num_tokens=len(engine),
         engine_trainer=distance(engine, trainer),
         trainer_model=distance(trainer, model),
         engine_model=distance(engine, model),
-        trainer_model_k3=float(k3(model - trainer).mean()),
     )
-
-
-def trainer_logprobs(path: str, dtype: str, device: str, sequences: Sequences, temperature: float) -> Floats:
-    """Return logprobs of the scored tokens by the packed FSDP engine on one rank, float64 [scored].
-
-    Raises:
-        ModelError: the checkpoint cannot be read.
-    """
-    options = TrainEngineConfig(
-        path=path,
-        dtype=dtype,
-        temperature=temperature,
-        mb_spec=MicroBatchSpec(max_tokens_per_mb=TOKENS_PER_MICRO_BATCH),
-    )
-    ranks = join_ranks(device)
-    try:
-        engine = build_engine(options, ranks, total_steps=1)
-        padded, kept = padded_batch(sequences)
-        found = engine.compute_logprobs(padded)
-    finally:
-        leave_ranks()
-    column = np.full(len(sequences.input_ids), np.nan)
-    column[sequences.scored] = shifted_right(found).double().numpy()[kept][sequences.scored]
-    return column[sequences.scored]
-
-
-def shifted_right(values: torch.Tensor) -> torch.Tensor:
-    """Align next-token values [B, T] with the tokens themselves; the first column is 0."""
-    return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], 1)
-
-
-def padded_batch(sequences: Sequences) -> tuple[Batch, Bools]:
-    """Pad to `input_ids`, `attention_mask` and next-token aligned `loss_mask` [B, T].
-
-    Returns:
-        The batch, and a mask bool [B, T] that is true at tokens and false at padding.
-    """
-    lengths = np.diff(sequences.cu_seqlens)
-    kept = np.arange(lengths.max())[None, :] < lengths[:, None]
-    ids, mask = np.zeros(kept.shape, np.int64), np.zeros(kept.shape, np.int64)
-    ids[kept], mask[kept] = sequences.input_ids, sequences.sampled
-    mask[:, 0] = 0
-    batch = {
-        "input_ids": torch.as_tensor(ids),
-        "attention_mask": torch.as_tensor(kept),
-        "loss_mask": shifted_left(torch.as_tensor(mask), 0),
-    }
-    return batch, kept

@@ -41,8 +41,7 @@ class Scores:
 
     All are under softmax(logits / temperature): `logprob`; `entropy` and `variance` of the logprob
     of a token drawn from the distribution; `rank`, the number of more likely tokens, and
-    `mass_before`, their total probability; `largest`, the logprob of the most likely token;
-    `top_ids` and `top_logprobs` [n, k]. Tokens of rows not scored in detail have a `logprob` alone:
+    `mass_before`, their total probability; `top_ids` and `top_logprobs` [n, k]. Tokens of rows not scored in detail have a `logprob` alone:
     the rest is NaN, and `rank` is -1.
     """
 
@@ -51,18 +50,17 @@ class Scores:
     variance: Floats
     rank: Ints
     mass_before: Floats
-    largest: Floats
     top_ids: Ints
     top_logprobs: Floats
 
     @classmethod
     def empty(cls, num_tokens: int, top_k: int) -> Self:
         """Allocate unset scores of `num_tokens` tokens."""
-        column = [np.full(num_tokens, np.nan) for _ in range(5)]
-        logprob, entropy, variance, mass_before, largest = column
+        column = [np.full(num_tokens, np.nan) for _ in range(4)]
+        logprob, entropy, variance, mass_before = column
         rank, top_ids = np.full(num_tokens, -1), np.zeros((num_tokens, top_k), np.int64)
         top_logprobs = np.full((num_tokens, top_k), np.nan)
-        return cls(logprob, entropy, variance, rank, mass_before, largest, top_ids, top_logprobs)
+        return cls(logprob, entropy, variance, rank, mass_before, top_ids, top_logprobs)
 
 
 @dataclass(frozen=True)
@@ -347,7 +345,6 @@ def reduced(logits: Tensor, labels: Tensor, temperature: float, top_k: int | Non
         "variance": (square - mean**2).clamp_(min=0),
         "rank": rank,
         "mass_before": mass_before,
-        "largest": -log_total,
         "top_ids": top_ids,
         "top_logprobs": top_logits - log_total[:, None],
     }

@@ -135,8 +135,7 @@ class TokenTable:
 
     `position` counts from the start of the sequence; `response_position` counts the earlier sampled
     tokens, `turn` the earlier spans of sampled tokens, `turn_position` the earlier tokens of its
-    own span. `length` is the number of sampled tokens of its sequence, `index` the index among all
-    scored tokens.
+    own span. `index` is the index among all scored tokens.
     """
 
     engine: Floats
@@ -148,7 +147,6 @@ class TokenTable:
     turn: Ints
     turn_position: Ints
     token_id: Ints
-    length: Ints
     version: Ints | None
     worker: Ints | None
     cached_tokens: Ints | None
@@ -223,7 +221,6 @@ def build_table(
         turn=span[tokens] - span_of_row[tokens],
         turn_position=tokens - starts[span[tokens]],
         token_id=sequences.input_ids[tokens],
-        length=np.bincount(row, weights=sampled, minlength=sequences.num_rows).astype(np.int64)[row[tokens]],
         version=None if sequences.versions is None else sequences.versions[tokens],
         worker=per_row(sequences.worker),
         cached_tokens=per_row(sequences.cached_tokens),

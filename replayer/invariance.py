@@ -2,7 +2,7 @@
 
     batch -> layouts: lists of micro-batches -> step function -> numbers, against those of one batch
 
-How rows are divided, ordered and padded decides how a step is computed, not what comes out. The
+How rows are divided, packed, ordered and padded decides how a step is computed, not what comes out. The
 ratio of two numbers is looked up among the counts of the layouts: of 4 where one layout has 4
 micro-batches and the other one, it is a mean where a sum belongs, or the other way.
 """
@@ -31,9 +31,11 @@ from replayer.run import replay_and_compare
 # (micro-batches of one optimizer step) -> its numbers by name, such as loss and grad_norm
 StepFunction = Callable[[list[Batch]], Mapping[str, float]]
 ACCUMULATION = {"whole": 1, "accumulation 2": 2, "accumulation 4": 4}
-LAYOUTS = (*ACCUMULATION, "permuted rows", "more padding")
+ALONE = "rows alone"  # not packed into one sequence
+LAYOUTS = (*ACCUMULATION, ALONE, "permuted rows", "more padding")
 PADDING = 8  # columns
 TOLERANCE = 1e-3  # of a value: float32 sums in another order differ by less, bfloat16 by more
+NO_COUNT = "no count of the layouts"
 OF_WHOLE = 0.01  # of a factor, that a count may be off
 SMALLEST = 1e-6  # a number is 0 below it
 OF_16_BITS = 0.05  # the tolerance of compute in bfloat16 or float16
@@ -65,6 +67,8 @@ def micro_batches_of(batch: Batch, layout: str) -> list[Batch]:
     if layout == "more padding":
         width = batch["input_ids"].shape[1]
         return [{key: padded(tensor, width) for key, tensor in batch.items()}]
+    if layout == ALONE:
+        return [chosen(batch, [row]) for row in range(count)]
     if layout not in ACCUMULATION:
         raise ValueError(f"layout {layout!r} is unknown: it is one of {', '.join(LAYOUTS)}")
     number = ACCUMULATION[layout]
@@ -108,6 +112,8 @@ def find_variants(
             if not np.isclose(value, want, rtol=tolerance, atol=SMALLEST, equal_nan=True):
                 ratio = value / want if want else float("inf")
                 named = name_factor(ratio, counts_of(wholes), counts_of(micro_batches))
+                if layout == ALONE and named == NO_COUNT:
+                    named += ": rows packed in one sequence change each other"
                 found.append(Variant(layout, what, want, float(value), named))
     return found
 
@@ -122,7 +128,7 @@ def name_factor(ratio: float, one: Mapping[str, float], other: Mapping[str, floa
         for value, verb in ((factor, "multiplied by"), (1 / factor, "divided by")):
             if factor != 1 and abs(ratio / value - 1) < OF_WHOLE:
                 return f"{verb} {name}"
-    return "no count of the layouts"
+    return NO_COUNT
 
 
 def counts_of(micro_batches: Sequence[Batch]) -> dict[str, float]:
@@ -209,7 +215,9 @@ def variants_of(trainer: PPOTrainer, facts: Mapping[str, Any]) -> list[Variant]:
     def compute(micro_batches: list[Batch]) -> dict[str, float]:
         set_rng_state(state)
         total = float(ranks.sum(sum(map(objective.denominator, micro_batches)).double()))  # type: ignore[union-attr]
-        parts = [(part, range(len(part["input_ids"]))) for part in micro_batches]
+        # Each is a collective: a rank with fewer rows computes empty ones.
+        empty = [chosen(batch, [])] * (ranks.maximum(len(micro_batches)) - len(micro_batches))
+        parts = [(part, range(len(part["input_ids"]))) for part in [*micro_batches, *empty]]
         results = engine.gradients(parts, objective.loss, objective.denominator, total)
         losses = [result.loss for result in results]
         loss = float(ranks.sum(torch.stack(losses).double().sum())) / total

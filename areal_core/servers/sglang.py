@@ -183,7 +183,7 @@ class SGLangWire(Wire):
         with self.parsing(self.routes.load_adapter, body):
             return set(json_of(body)["loaded_adapters"])
 
-    def set_version(self, version: int) -> Call:
+    def set_version(self, version: int | str) -> Call:
         return Call(self.routes.set_version, {"new_version": str(version), "abort_all_requests": False})
 
 

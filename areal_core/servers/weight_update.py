@@ -217,7 +217,7 @@ class BroadcastUpdate:
         # After the last call that tolerates the loss of a server: from here on the servers of the
         # group and of the pool are the same.
         if self._group is None or self._group.servers != pool.servers:
-            self._leave()
+            self.leave()
             self._group = UpdateGroup(pool, self.backend, self.ranks_per_server, self.timeout_s)
         for bucket, is_last in bucketed(weights, self.bucket_bytes):
             # The version and the flush come with the last bucket: until then the weights are mixed.
@@ -239,14 +239,14 @@ class BroadcastUpdate:
             pool.post(pool.wire.begin_update())
         return True
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         if self._group is not None:
             self._group.close()
         self._group = None
 
     def close(self) -> None:
         """Leave the group and close the pool."""
-        self._leave()
+        self.leave()
         if self.pool is not None:
             self.pool.close()
 

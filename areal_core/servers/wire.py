@@ -218,7 +218,7 @@ class Wire(ABC):
     def unload_adapter(self, name: str) -> Call:
         return Call(self.routes.unload_adapter, {"lora_name": name})
 
-    def set_version(self, version: int) -> Call:
+    def set_version(self, version: int | str) -> Call:
         """Set the version of the weights without loading any."""
         return Call(self.routes.set_version, {"new_version": str(version)})
 

@@ -1,19 +1,16 @@
 """`areal-debug consistency --exact`: are sampled log-probs those of the trainer in every bit?"""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from areal_debug.render import (
     announce,
-    fail,
     format_number,
-    format_seconds,
     is_quiet,
     note,
 )
-from areal_debug.report.model import Facts, Report, Row, Table
+from areal_debug.report.model import Facts, Level, Report, Row, Table
 from areal_debug.report.terminal import print_answer
 from consistency.entry.exact import (
     PROVEN,
@@ -22,8 +19,6 @@ from consistency.entry.exact import (
     Certificate,
     Check,
     hash_model,
-    read_certificate,
-    worse_than,
 )
 
 EMBEDDED = "embedded"
@@ -32,16 +27,14 @@ EXIT_CODES = {PROVEN: 0, REFUTED: 1, UNDECIDED: 2}
 
 def check_exact(engine: str, model: str, output: Path | None, as_json: bool, options: dict[str, Any]) -> int:
     """Certify an engine; print and write the certificate, return the exit code."""
-    saved = None if options["against"] is None else read_certificate(options["against"])
     announce(f"sampling {options['num_tokens']:,} tokens of {engine}, and computing them again")
     certificate = certificate_of(engine, model, options)
-    worse = None if saved is None else worse_than(certificate, saved)
     if output is not None:
         output.write_text(json.dumps(certificate.document(), indent=1) + "\n")
-    print_answer(certificate.document() | {"worse": worse}, report_of(certificate, worse), as_json)
+    print_answer(certificate.document(), report_of(certificate), as_json)
     if output is not None and not as_json:
         note(f"certificate written to {output}")
-    return EXIT_CODES[certificate.verdict] if worse is None else bool(worse)
+    return EXIT_CODES[certificate.verdict]
 
 
 def certificate_of(engine: str, model: str, options: dict[str, Any]) -> Certificate:
@@ -54,10 +47,8 @@ def certificate_of(engine: str, model: str, options: dict[str, Any]) -> Certific
                 f"{check.name}: {check.not_run or f'{check.num_different:,} of {check.num_tokens:,} differ'}"
             )
 
-    dtype, update = options["dtype"], options["update"]
+    dtype = options["dtype"]
     sizes = (options["num_tokens"], options["max_new_tokens"], options["seed"])
-    if engine == EMBEDDED and update is not None:
-        fail("--update is for servers: the embedded engine loads weights that are changed in place")
     sha256 = hash_model(Path(model))
     target: EmbeddedTarget | ServerTarget
     if engine == EMBEDDED:
@@ -66,16 +57,16 @@ def certificate_of(engine: str, model: str, options: dict[str, Any]) -> Certific
         from areal_core.trainer.build import load_tokenizer_at
         from consistency.live import vocabulary_of
 
-        target = ServerTarget(engine, vocabulary_of(load_tokenizer_at(model)), model, update)
+        target = ServerTarget(engine, vocabulary_of(load_tokenizer_at(model)))
     served = target.facts["dtype"]
     of_trainer = dtype or (served if served in ("float32", "bfloat16") else "float32")
     return certify(target, model, sha256, of_trainer, *sizes, report)
 
 
-def report_of(certificate: Certificate, worse: Sequence[str] | None) -> Report:
-    """Return the verdict, the checks, the first difference, and what is worse than before."""
+def report_of(certificate: Certificate) -> Report:
+    """Return the verdict, the checks, and the first difference."""
     software, total = certificate.engine["software"], f"{certificate.num_tokens:,}"
-    sentence, level = {
+    sentences: dict[str, tuple[str, Level]] = {
         PROVEN: (
             f"{total} tokens of the {software}, max |D| = 0: every log-prob equals the trainer's in every bit.",
             "good",
@@ -89,22 +80,21 @@ def report_of(certificate: Certificate, worse: Sequence[str] | None) -> Report:
             f"{total} tokens of the {software} equal the trainer's, and a check did not run.",
             "unsure",
         ),
-    }[certificate.verdict]
-    headings = ("check", "tokens>", "different>", "max |D|>", "cached>", "sampled in>", "")
+    }
+    sentence, level = sentences[certificate.verdict]
+    headings = ("check", "tokens>", "different>", "max |D|>", "cached>", "")
     table = Table(headings, [cells(check) for check in certificate.checks])
-    rows = [*first_difference(certificate)]
-    if worse is not None:
-        rows.append(Row("", "; ".join(worse) if worse else "Not worse than the given certificate."))
-    return Report(certificate.verdict.capitalize(), sentence, level, [table, Facts(rows)])  # type: ignore[arg-type]
+    return Report(
+        certificate.verdict.capitalize(), sentence, level, [table, Facts(first_difference(certificate))]
+    )
 
 
 def cells(check: Check) -> tuple[str, ...]:
     if check.not_run is not None:
-        return (check.name, *[""] * 5, f"not run: {check.not_run}")
+        return (check.name, *[""] * 4, f"not run: {check.not_run}")
     cached = "-" if check.cached_tokens is None else f"{check.cached_tokens:,}"
-    seconds = format_seconds(check.seconds) if check.seconds else "-"
     numbers = (f"{check.num_tokens:,}", f"{check.num_different:,}", format_number(check.max_abs))
-    return (check.name, *numbers, cached, seconds, "")
+    return (check.name, *numbers, cached, "")
 
 
 def first_difference(certificate: Certificate) -> list[Row]:

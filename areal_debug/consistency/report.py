@@ -9,13 +9,13 @@ from typing import Any
 from areal_debug.render import count, format_number, sparkline
 from areal_debug.report.charts import bars, dots
 from areal_debug.report.links import view_command
-from areal_debug.report.model import Block, Cell, Curve, Facts, Finding, Level, Picture, Report, Row, Table
+from areal_debug.report.model import Block, Curve, Facts, Finding, Level, Picture, Report, Row, Table
 from consistency.case import Request
 from consistency.check import Checked
 from consistency.diagnose import is_accusation
-from consistency.measure import ALIASES, Group
+from consistency.measure import ALIASES
 from consistency.over_time import OverTime
-from consistency.report import Gate, WorstToken, describe_worst
+from consistency.report import WorstToken, describe_worst
 from recorder import open_record
 from recorder.samples import token_texts
 
@@ -43,21 +43,18 @@ RESCORING_LABELS = {
     "model_repeat": "model, repeated",
     "model_alone": "model, batch of one",
 }
-# Columns of groups, and whether a terminal shows their curve.
 CURVES = {
     "response_position": ("position in the response", True),
     "turn": ("turn", True),
     "surprisal_decile": ("decile of surprisal, most likely tokens first", True),
-    "entropy_decile": ("decile of entropy, lowest entropy first", False),
     "version": ("weight version", True),
     "worker": ("worker", False),
-    "length": ("length of the completion", False),
 }
 NUM_DOTS, NUM_WORST = 1500, 30
 Decode = Callable[[list[int]], str] | None
 
 
-def report_of(checked: Checked, gates: Sequence[Gate], request: Request, source: dict[str, Any]) -> Report:
+def report_of(checked: Checked, request: Request, source: dict[str, Any]) -> Report:
     """Return the report; `source` describes what was compared with the model."""
     found, measured = checked.diagnosis, checked.diagnosis.measurement
     name = (
@@ -75,8 +72,7 @@ def report_of(checked: Checked, gates: Sequence[Gate], request: Request, source:
     blocks: list[Block] = [*findings(checked)]
     if found.missing:
         blocks.append(Facts([Row("", name) for name in found.missing], "For a more precise answer, add"))
-    blocks += [Facts([gate_row(gate) for gate in gates], "Gates")] if gates else []
-    blocks += [*cross_checks(checked), numbers(checked), *curves(checked), *kinds(checked)]
+    blocks += [*cross_checks(checked), numbers(checked), *curves(checked)]
     blocks += [*worst_tokens(checked, request, source), *all_numbers(checked)]
     verdict, level = found.verdict.capitalize(), LEVELS[found.verdict]
     return Report(verdict, f"{name}. {summary}", level, blocks, notes)
@@ -96,12 +92,6 @@ def findings(checked: Checked) -> Iterator[Finding]:
         yield Finding(cause.id, cause.name, level, rows, f"confidence {cause.confidence:.0%}")
 
 
-def gate_row(gate: Gate) -> Row:
-    word = "passed" if gate.holds else "failed"
-    text = f"{format_number(gate.value)} {word}"
-    return Row(f"gate {gate.metric} <= {gate.limit:g}", text, "good" if gate.holds else "bad")
-
-
 def cross_checks(checked: Checked) -> Iterator[Facts]:
     """Yield the trainer's own path, and second scorings of the same tokens."""
     if (trainer := checked.trainer_check) is not None:
@@ -110,7 +100,7 @@ def cross_checks(checked: Checked) -> Iterator[Facts]:
             "to the model": trainer.trainer_model,
             "engine to model": trainer.engine_model,
         }
-        title = f"trainer ({trainer.source}), mean |difference| over {count(trainer.num_tokens, 'token')}"
+        title = f"trainer (from the record), mean |difference| over {count(trainer.num_tokens, 'token')}"
         yield Facts([Row(name, format_number(value)) for name, value in pairs.items()], title)
     if (rescoring := checked.rescoring) is not None:
         values = asdict(rescoring)
@@ -161,14 +151,6 @@ def curves(checked: Checked) -> Iterator[Block]:
     yield from pictures
 
 
-def kinds(checked: Checked) -> Iterator[Table]:
-    groups: Sequence[Group] = checked.diagnosis.measurement.by.get("kind", ())
-    rows = [(str(g.key), str(g.num_tokens), format_number(g.mean_abs), format_number(g.mean)) for g in groups]
-    if rows:
-        headings = ("kind", "tokens>", "mean |D|>", "mean D>")
-        yield Table(headings, rows, "By kind of token", only="page")
-
-
 def worst_tokens(checked: Checked, request: Request, source: dict[str, Any]) -> Iterator[Block]:
     """Yield the tokens with the largest |D|: ten on a terminal, more on a page."""
     worst, decode = describe_worst(checked, count=NUM_WORST), load_decode(request.model)
@@ -205,14 +187,6 @@ def all_numbers(checked: Checked) -> Iterator[Table]:
     ]
     headings = ("name", "value>", "name in other frameworks")
     yield Table(headings, rows, "All numbers", only="page")
-    checks = [
-        (one.name, f"{one.left:.6g}", f"{one.right:.6g}", passed(one.holds)) for one in measured.identities
-    ]
-    yield Table(("identity", "left>", "right>", ""), checks, "Self-checks", only="page")
-
-
-def passed(holds: bool) -> Cell:
-    return Cell("passed", "good") if holds else Cell("failed", "bad")
 
 
 def look_at(source: dict[str, Any], worst: Sequence[WorstToken]) -> list[str]:

@@ -28,6 +28,18 @@ if TYPE_CHECKING:
     from recorder import Record
 
 EXACT_NEW_TOKENS = 64  # by default
+GONE = {
+    "--gate": "compare the metrics of --json with the limits",
+    "--trainer": "--exact compares with the trainer",
+    "--against": "compare verdict and max_abs_difference of both certificates",
+    "--update": "--conform checks the weight updates of a server",
+}
+
+
+def refuse_gone(context: click.Context, option: click.Parameter, value: object) -> None:
+    """Say what replaces an option of version 0.3.0."""
+    if value:
+        fail(f"{option.opts[0]} is gone: {GONE[option.opts[0]]}")
 
 
 @click.command(
@@ -93,9 +105,6 @@ EXACT_NEW_TOKENS = 64  # by default
     help="Top-p of a live engine, or of another trainer's record.",
 )
 @click.option("--top-k", type=int, help="Top-k of a live engine, or of another trainer's record.")
-@click.option(
-    "--trainer", is_flag=True, help="Score with the trainer's packed path too, where it was not recorded."
-)
 @click.option("--previous", help="Checkpoint before --model, to recognise stale weights.")
 @click.option(
     "--base",
@@ -113,12 +122,6 @@ EXACT_NEW_TOKENS = 64  # by default
     help="Temperature of the trainer's logprobs and of a live engine's sampling; by default as recorded, or 1.",
 )
 @click.option("--device", default="cpu", show_default=True, help="Device of the scoring.")
-@click.option(
-    "--gate",
-    default="",
-    metavar="METRIC=LIMIT,...",
-    help="Exit 1 when a metric is beyond its limit: mean_abs=0.02,k3=0.002.",
-)
 @click.option(
     "--layers",
     metavar="ENGINE[=PATH]",
@@ -144,9 +147,9 @@ EXACT_NEW_TOKENS = 64  # by default
     help="With --exact: least number of sampled tokens to compare.",
 )
 @click.option(
-    "--update",
-    metavar="FOLDER",
-    help="With --exact: checkpoint that a server loads to check a weight update, and then --model.",
+    "--conform",
+    is_flag=True,
+    help="Send weights to --engine in every way that it offers, and check which ones it then has; sends --model back.",
 )
 @click.option(
     "--seed",
@@ -155,12 +158,10 @@ EXACT_NEW_TOKENS = 64  # by default
     show_default=True,
     help="With --exact: of prompts and sampling.",
 )
-@click.option(
-    "--against",
-    type=click.Path(path_type=Path),
-    metavar="CERTIFICATE",
-    help="With --exact: certificate of an earlier run; exit code 1 only if this one is worse.",
-)
+@click.option("--trainer", is_flag=True, hidden=True, expose_value=False, callback=refuse_gone)
+@click.option("--gate", hidden=True, expose_value=False, callback=refuse_gone)
+@click.option("--against", hidden=True, expose_value=False, callback=refuse_gone)
+@click.option("--update", hidden=True, expose_value=False, callback=refuse_gone)
 @output_option("Also write the report as one HTML page; with --exact the certificate.")
 @force_option
 @json_option
@@ -170,7 +171,6 @@ def command(
     engines: tuple[str, ...],
     model: str | None,
     steps: tuple[int, ...],
-    gate: str,
     output: Path | None,
     over_time: bool,
     force: bool,
@@ -180,12 +180,12 @@ def command(
     """Score the sampled tokens of RECORD or of a live engine with a model, and check the engine's
     logprobs.
 
-    With --exact: sample from an engine in batches of 1, 8 and 64, in another order, again, from its
-    prefix cache and after a weight update, and compare with a trainer of
-    actor.attn_impl=batch_invariant on a CPU.
+    With --exact: sample from an engine in batches of 1, 8 and 64, in another order, again, and from
+    its prefix cache, and compare with a trainer of actor.attn_impl=batch_invariant on a CPU. With
+    --conform: replace the engine's weights, and compare with a forward of those that were sent.
 
-    Exit code 0: healthy, proven, or not worse than --against. 1: a mismatch, refuted, worse, or a
-    metric beyond its --gate. 2: inconclusive, or a check of --exact could not run.
+    Exit code 0: healthy, proven, or conforms. 1: a mismatch, refuted, or a failed check. 2:
+    inconclusive, or a check could not run.
     """
     if over_time:
         if record is None or output is not None:
@@ -200,6 +200,12 @@ def command(
             fail("--layers starts its engine and prints its report: leave out --engine and --output")
         model = model or (recorded_model(record) if record else None)
         raise SystemExit(check_layers(record, model, steps, as_json, options))
+    if options["conform"]:
+        from areal_debug.consistency.conform import check_conformance
+
+        if len(engines) != 1 or model is None or record is not None or output is not None:
+            fail("--conform needs --engine URL and --model FOLDER that it serves, and prints its report")
+        raise SystemExit(check_conformance(engines[0], model, as_json))
     if options["exact"]:
         from areal_debug.consistency.exact import check_exact
 
@@ -222,18 +228,17 @@ def command(
         checked, request, source = check_live(engines, model, options)
     from areal_debug.consistency.report import report_of
     from areal_debug.report.terminal import print_answer
-    from consistency.report import check_gates, document, exit_code
+    from consistency.report import EXIT_CODES, document
 
-    gates = check_gates(gate, checked.diagnosis.measurement.metrics)
-    report = report_of(checked, gates, request, source)
+    report = report_of(checked, request, source)
     if output is not None:
         from areal_debug.report.frame import Frame
         from areal_debug.report.page import write_report
 
         run, verdict = str(source.get("record", "live engine")), checked.diagnosis.verdict
         write_report(output, report, Frame(report.sentence, run, "consistency", verdict))
-    print_answer({"model": request.model} | source | document(checked, gates), report, as_json)
-    raise SystemExit(exit_code(checked, gates))
+    print_answer({"model": request.model} | source | document(checked), report, as_json)
+    raise SystemExit(EXIT_CODES[checked.diagnosis.verdict])
 
 
 def check_over_time(path: Path, steps: tuple[int, ...], as_json: bool) -> int:
@@ -259,7 +264,7 @@ def request_of(model: str, options: dict[str, Any]) -> "Request":
     """Return the options that concern the model's side."""
     from consistency.case import Request
 
-    names = ("dtype", "device", "temperature", "previous", "base", "trainer")
+    names = ("dtype", "device", "temperature", "previous", "base")
     return Request(model, **{name: options[name] for name in names})
 
 
@@ -361,9 +366,10 @@ def check_live(
     from transformers import AutoConfig, AutoTokenizer
 
     from areal_core.data.processor import load_processor
+    from consistency.check import check
     from consistency.engines import SamplingParams
     from consistency.live import (
-        check_engines,
+        make_rescorer,
         query_engines,
         read_prompts,
         sampled_of,
@@ -383,6 +389,6 @@ def check_live(
         conversation = query_engines(engines, prompts, options["num_samples"], law, vocabulary, tick)
     sampled = sampled_of(conversation, options["dtype"] or model_dtype(model), vocabulary)
     with doing("scoring, in tokens", sum(len(chunk.input_ids) for chunk in sampled.chunks.values())):
-        checked = check_engines(conversation, sampled, request, vocabulary, tick)
+        checked = check(sampled, request, tick, make_rescorer(conversation.addresses, vocabulary))
     source: dict[str, Any] = {"engines": [identity.describe() for identity in conversation.identities]}
     return checked, request, source

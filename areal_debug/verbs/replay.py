@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 @click.option(
     "--layouts",
     is_flag=True,
-    help="Compute --step with 1, 2 and 4 micro-batches, permuted rows and more padding: nothing may change.",
+    help="Compute --step with 1, 2 and 4 micro-batches, rows alone or permuted, more padding: nothing may change.",
 )
 @click.option(
     "--sweep",

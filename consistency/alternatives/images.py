@@ -179,15 +179,6 @@ ROWS_TO_TRY = 64
 
 
 @dataclass(frozen=True)
-class OtherPixels:
-    """Rows as another processor would make them: `rows` have as many placeholders as it expects."""
-
-    name: str
-    processor: VisionProcessor
-    rows: Sequences
-
-
-@dataclass(frozen=True)
 class Treatment:
     """One other way to treat images: rows as they would be, and who scores them."""
 
@@ -223,8 +214,8 @@ def treatments(scorer: Scorer, rows: Sequences) -> Iterator[Treatment]:
     """Yield other processors, positions of text, no images, and images in another order."""
     assert rows.images is not None
     assert scorer.processor is not None
-    for other in other_processors(scorer.processor, rows):
-        yield Treatment("R62", other.name, other.rows, replace(scorer, processor=other.processor))
+    for name, processor, changed in other_processors(scorer.processor, rows):
+        yield Treatment("R62", name, changed, replace(scorer, processor=processor))
     of_text = replace(scorer, marks_images=False)
     yield Treatment("R64", "images placed and attended as text", rows, of_text)
     unseen = replace(rows, images=None)
@@ -241,14 +232,15 @@ def treatments(scorer: Scorer, rows: Sequences) -> Iterator[Treatment]:
 # Processors
 
 
-def other_processors(own: VisionProcessor, rows: Sequences) -> list[OtherPixels]:
+def other_processors(own: VisionProcessor, rows: Sequences) -> list[tuple[str, VisionProcessor, Sequences]]:
+    """Return names, processors, and rows with as many placeholders as each expects."""
     assert rows.images is not None
-    found = [OtherPixels(name, with_options(own, **options), rows) for name, options in pixel_options(own)]
+    found = [(name, with_options(own, **options), rows) for name, options in pixel_options(own)]
     pil = pil_twin(own)
     if pil is not None:
-        found.append(OtherPixels("resized by Pillow instead of torchvision", pil, rows))
+        found.append(("resized by Pillow instead of torchvision", pil, rows))
     found += [
-        OtherPixels(name, own, replace(rows, images=tuple(tuple(map(decoding, row)) for row in rows.images)))
+        (name, own, replace(rows, images=tuple(tuple(map(decoding, row)) for row in rows.images)))
         for name, decoding in DECODINGS.items()
         if any(decoding(image) != image for row in rows.images for image in row)
     ]
@@ -259,7 +251,7 @@ def other_processors(own: VisionProcessor, rows: Sequences) -> list[OtherPixels]
     alike.pop(placeholder_counts(own, rows.images), None)
     for counts, same in alike.items():  # limits of the same effect on these images
         names = " or ".join(name for name, _ in same)
-        found.append(OtherPixels(names, same[0][1], expanded(rows, own.image_token_id, counts)))
+        found.append((names, same[0][1], expanded(rows, own.image_token_id, counts)))
     return found
 
 

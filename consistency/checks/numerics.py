@@ -31,7 +31,6 @@ def trainer_differs(case: Case) -> Finding | None:
     return finding(
         "R20.explained" if check.explanation else "R20",
         how=check.explanation,
-        source=check.source,
         trainer=check.trainer_model,
         tokens=check.num_tokens,
         engine=check.engine_model,

@@ -11,12 +11,9 @@ the same tokens ── trainer: packed rows, in other micro-batches ────
 """
 
 import hashlib
-import json
 import math
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -33,11 +30,11 @@ from areal_core.embedded.generate import generate
 from areal_core.embedded.replica import Replica
 from areal_core.engine.parity import batch_of, require_parity
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.errors import ModelError
 from areal_core.rollout.errors import RequestRefused
 from areal_core.rollout.types import Sampling
 from areal_core.trainer.build import shard_engine
-from consistency.engines import SamplingParams, call_all, connect, exchange, post
-from consistency.errors import BadCertificate
+from consistency.engines import SamplingParams, call_all, connect, exchange
 from consistency.live import Vocabulary
 
 FORMAT = 1
@@ -47,7 +44,6 @@ UPDATE = 1e-3  # standard deviation of the noise that stands for a training step
 GROUP = 64  # requests of a batch
 LONGEST_PROMPT = 96  # tokens
 NUM_NEW = 5  # tokens of a user's next turn
-AFTER_UPDATE = "after a weight update"
 
 
 # Certificates.
@@ -74,7 +70,6 @@ class Check:
         max_abs: of the differences, in nats; infinity if a log-prob is not finite.
         cached_tokens: of the prompts, as the engine reports them; None where it does not.
         not_run: why it did not run; None if it did.
-        seconds: of sampling.
     """
 
     name: str
@@ -84,7 +79,6 @@ class Check:
     cached_tokens: int | None = None
     first: FirstDifference | None = None
     not_run: str | None = None
-    seconds: float = 0.0
 
 
 class Certificate:
@@ -123,68 +117,11 @@ class Certificate:
         }
 
 
-class Saved(NamedTuple):
-    """What is read back of a certificate's file."""
-
-    verdict: str
-    max_abs: float
-    model: dict[str, str]
-    checks: frozenset[str]  # names of those that ran
-
-
-def read_certificate(path: Path) -> Saved:
-    """Read a certificate. Raises `BadCertificate`."""
-    try:
-        found = json.loads(path.read_text())
-        saved = Saved(
-            found["verdict"],
-            float.fromhex(found["max_abs_difference"]),
-            {name: str(found["model"][name]) for name in ("sha256", "dtype")},
-            frozenset(str(check["name"]) for check in found["checks"] if check["not_run"] is None),
-        )
-        is_sound = saved.verdict in (PROVEN, REFUTED, UNDECIDED) and saved.max_abs >= 0
-    except OSError as error:
-        raise BadCertificate(f"{path} cannot be read: {error.strerror}") from error
-    except KeyError as error:
-        raise BadCertificate(f"{path} is not a certificate: it has no {error}; -o writes one") from error
-    except (AttributeError, TypeError, ValueError) as error:
-        raise BadCertificate(f"{path} is not a certificate: {error}; -o writes one") from error
-    if found.get("certificate") != FORMAT or not is_sound:
-        raise BadCertificate(
-            f"{path} has verdict {saved.verdict!r}, a largest difference of {saved.max_abs} and format "
-            f"{found.get('certificate')!r}: it is damaged, or of another version; -o writes one"
-        )
-    return saved
-
-
-def worse_than(found: Certificate, saved: Saved) -> list[str]:
-    """Say in what a certificate is worse than a saved one; empty if in nothing.
-
-    Raises:
-        BadCertificate: they are of other models or dtypes, or a check of the saved one did not run.
-    """
-    if saved.model != found.model:
-        raise BadCertificate(
-            f"the certificate is of model {saved.model['sha256'][:12]} in {saved.model['dtype']}, this is model "
-            f"{found.model['sha256'][:12]} in {found.model['dtype']}: certify the same one"
-        )
-    if missing := sorted(saved.checks - {check.name for check in found.checks if check.not_run is None}):
-        raise BadCertificate(
-            f"the certificate has checks that did not run now: {', '.join(missing)}; give the same options"
-        )
-    worse = []
-    if saved.verdict == PROVEN and found.verdict == REFUTED:
-        worse.append(f"it was proven, and {found.num_different} of {found.num_tokens} tokens differ")
-    if found.max_abs > saved.max_abs:
-        worse.append(f"the largest difference was {saved.max_abs:.3g} nats and is {found.max_abs:.3g}")
-    return worse
-
-
 def hash_model(folder: Path) -> str:
-    """Return a sha256 of config and weights of a model's folder. Raises `BadCertificate`."""
+    """Return a sha256 of config and weights of a model's folder. Raises `ModelError`."""
     files = sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")])
     if len(files) < 2:
-        raise BadCertificate(
+        raise ModelError(
             f"{folder} has no config.json with safetensors files beside it: give the folder of a model"
         )
     digest = hashlib.sha256()
@@ -300,25 +237,22 @@ class EmbeddedTarget:
         self._replica.prefixes.clear()
         return True
 
-    @contextmanager
-    def updated(self, trainer: Trainer, seed: int) -> Iterator[Trainer]:
+    def update(self, trainer: Trainer, seed: int) -> None:
         """Change the trainer's weights, and load them as a weight update of training does."""
         trainer.change_weights(seed)
         self._replica.load(trainer.engine.named_full_tensors())
-        yield trainer
 
 
 class ServerTarget:
     """A server with SGLang's native API, vLLM's, or OpenAI's with log-probs of tokens.
 
-    `update` is the folder of a checkpoint that the server's machine can read, or None. Every call
-    raises `EngineError` if the server does not answer, or without log-probs.
+    Every call raises `EngineError` if the server does not answer, or without log-probs. Its weight
+    updates are those of `entry.conform`.
     """
 
-    def __init__(self, address: str, vocabulary: Vocabulary, path: str, update: str | None) -> None:
+    def __init__(self, address: str, vocabulary: Vocabulary) -> None:
         (self._engine,) = connect([address], vocabulary.decode, vocabulary.size)
         self.vocabulary_size = vocabulary.size
-        self._path, self._update = path, update
         names = ("software", "dtype", "quantization", "kv_cache_dtype")
         self.facts: dict[str, str | None] = {n: getattr(self._engine.identity, n) for n in names}
 
@@ -339,19 +273,6 @@ class ServerTarget:
         except RequestRefused:
             return False
         return True
-
-    @contextmanager
-    def updated(self, trainer: Trainer, seed: int) -> Iterator[Trainer | None]:
-        """Let the server load the checkpoint by SGLang's route, and at the end its own again."""
-        if self._update is None:
-            yield None
-            return
-        route = (self._engine.address, "/update_weights_from_disk")
-        try:
-            post(*route, {"model_path": self._update})
-            yield Trainer(self._update, trainer.dtype, trainer.ranks)
-        finally:
-            post(*route, {"model_path": self._path})
 
 
 # All checks.
@@ -386,13 +307,11 @@ class Run:
 
     def check(self, name: str, requests: Sequence[Request], batch_size: int = GROUP) -> list[Completed]:
         """Sample requests, compare their log-probs with the trainer's, and add the check."""
-        started = time.perf_counter()
         completed = self.target.sample(requests, batch_size, self.max_new_tokens)
-        seconds = time.perf_counter() - started
         rows = rows_of(requests, completed)
         sampled = [(c.tokens, c.logprobs) for c in completed if c.tokens]
         cached = [c.cached_tokens for c in completed if c.cached_tokens is not None]
-        facts = {"cached_tokens": sum(cached) if len(cached) == len(completed) else None, "seconds": seconds}
+        facts = {"cached_tokens": sum(cached) if len(cached) == len(completed) else None}
         self.add(compare(name, sampled, self.trainer.score(rows), **facts))
         return completed
 
@@ -456,12 +375,9 @@ def certify(
     try:
         run = Run(target, Trainer(path, dtype, ranks), max_new_tokens, seed, report)
         run.all(num_tokens)
-        with target.updated(run.trainer, seed) as trainer:
-            if trainer is None:
-                run.add(Check(AFTER_UPDATE, not_run="give --update CHECKPOINT"))
-            else:
-                run.trainer = trainer
-                run.check(AFTER_UPDATE, run.requests())
+        if isinstance(target, EmbeddedTarget):
+            target.update(run.trainer, seed)
+            run.check("after a weight update", run.requests())
     finally:
         leave_ranks()
     versions = {name: metadata.version(name) for name in ("areal-debug", "transformers")}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from areal_core.algorithm.alignment import to_next_token
 from areal_core.safety.durable import append_lines
+from consistency.causes import Finding, finding
 from consistency.measure import Noise, k3
 from consistency.source import published_noise
 from consistency.tokens import Floats, Ints
@@ -65,16 +66,6 @@ class Reading:
         return self.by_lag[min(self.by_lag)]
 
 
-@dataclass(frozen=True)
-class Suspicion:
-    """A suspected cause with its evidence and fix."""
-
-    id: str
-    name: str
-    evidence: str
-    fix: str
-
-
 def read_step(batch: dict[str, Tensor], proximal: Tensor, version: int) -> dict[int, Sums]:
     """Sum by lag.
 
@@ -108,36 +99,20 @@ def join(ranks: Sequence[dict[int, Sums]]) -> dict[int, Sums]:
     return {lag: sum((sums[lag] for sums in ranks if lag in sums), Sums()) for lag in lags}
 
 
-def suspicion_of(reading: Reading, healthy: Sequence[float], noise: Noise) -> Suspicion | None:
+def suspicion_of(reading: Reading, healthy: Sequence[float], noise: Noise) -> Finding | None:
     """Return the suspected cause of a step's difference, or None if it is within the noise floor.
 
     `healthy` holds mean |D| of the freshest tokens in earlier healthy steps.
     """
     now = reading.freshest.mean_abs
     if reading.all.not_finite:
-        return Suspicion(
-            "R60",
-            "logprobs that are not finite",
-            f"{reading.all.not_finite} tokens of step {reading.step} have a NaN or infinite logprob",
-            "look for -inf and NaN in the engine's replies",
-        )
+        return finding("R60.loop", count=reading.all.not_finite, step=reading.step)
     if not now > noise.mean_abs:
         return None
-    usual = float(np.median(healthy)) if healthy else math.nan
-    evidence = f"mean |D| {now:.2g} on tokens of version lag {min(reading.by_lag)} (healthy up to {noise.mean_abs:g})"
-    if healthy and now > JUMP * usual:
-        return Suspicion(
-            "R24",
-            "stale weights in the engine, or a cache kept over the update",
-            f"{evidence}; it was {usual:.2g} in the {len(healthy)} checks before",
-            "check that the last weight update reached every server (rollout.verify_weights_every: 1) and flushed its cache",
-        )
-    return Suspicion(
-        "R01",
-        "engine and trainer disagree since the first check",
-        evidence,
-        "record the step (--dump-rollout) and run: areal-debug consistency RECORD",
-    )
+    usual = float(np.median(healthy)) if healthy else math.inf
+    key = "R24.loop" if now > JUMP * usual else "R01.loop"
+    lag, checks = min(reading.by_lag), len(healthy)
+    return finding(key, now=now, lag=lag, limit=noise.mean_abs, usual=usual, checks=checks)
 
 
 @dataclass
@@ -186,7 +161,7 @@ class InLoop:
             "step %d: %s (%s): %s. %s", step, suspicion.name, suspicion.id, suspicion.evidence, suspicion.fix
         )
 
-    def _write(self, reading: Reading, suspicion: Suspicion | None) -> None:
+    def _write(self, reading: Reading, suspicion: Finding | None) -> None:
         total = reading.all
         facts = {
             "step": reading.step,

@@ -28,28 +28,10 @@ from areal_core.servers.server import call
 from areal_core.servers.sglang import SGLANG
 from consistency.engines import Pictures, with_pictures
 from consistency.errors import EngineError
-from consistency.layers.hooks import Site, dense_routing
+from consistency.layers.hooks import OPERATORS, Site, dense_routing
 from consistency.layers.observed import Observed, Row, Rows, RowValues
 
-LEAVES = (
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
-    "self_attn", "self_attn.qkv_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.attn",
-    "self_attn.o_proj", "mlp", "mlp.gate_up_proj", "mlp.act_fn", "mlp.down_proj", "mlp.gate", "mlp.topk",
-    "mlp.experts",
-)  # fmt: skip
 FINAL_NORM, LOGITS, FIRST = "model.norm", "logits_processor", "model.layers.0.input_layernorm"
-PLAIN = {
-    "self_attn": "attention_block",
-    "self_attn.q_norm": "q_norm",
-    "self_attn.k_norm": "k_norm",
-    "self_attn.o_proj": "o",
-    "mlp": "mlp",
-    "mlp.act_fn": "gated",
-    "mlp.down_proj": "down",
-    "mlp.gate": "router",
-    "mlp.experts": "experts",
-    "post_feedforward_layernorm": "post_mlp_norm",
-}
 Call = dict[str, Tensor]
 
 
@@ -89,7 +71,11 @@ class Shape:
 
     def modules(self) -> list[str]:
         """Return the names of the modules to hook; a model lacks some of them."""
-        layers = [f"model.layers.{layer}.{leaf}" for layer in range(self.num_layers) for leaf in LEAVES]
+        layers = [
+            f"model.layers.{layer}.{leaf}"
+            for layer in range(self.num_layers)
+            for leaf in OPERATORS["servers"]["modules"]
+        ]
         return [*layers, FINAL_NORM, LOGITS]
 
 
@@ -122,8 +108,8 @@ def sites_of(name: str, call: Call, shape: Shape, has_two_norms: bool) -> Iterat
         return
     _, _, number, leaf = name.split(".", 3)
     layer = int(number)
-    if leaf in PLAIN:
-        yield Site(PLAIN[leaf], layer), call["out0"]
+    if leaf in (results := OPERATORS["servers"]["results"]):
+        yield Site(results[leaf], layer), call["out0"]
     elif leaf == "input_layernorm":
         yield Site("input_norm", layer), call["out0"]
         if "out1" in call and layer:

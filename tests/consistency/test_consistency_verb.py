@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from click.testing import CliRunner
 
 from areal_debug.verbs.consistency import command
@@ -26,23 +25,6 @@ def test_stale_engine_is_unknown_until_the_previous_checkpoint_is_given(record, 
     assert "R24" not in [cause["id"] for cause in found["causes"]]
     code, found = facts(record, "--model", newer, "--previous", model)
     assert (code, found["causes"][0]["id"]) == (1, "R24")
-
-
-def test_failed_gate_exits_1_though_the_verdict_is_healthy(record):
-    done = run(record, "--gate", "mean_abs=0.02,max_abs=0.0001")
-    assert done.exit_code == 1
-    assert "gate max_abs <= 0.0001" in done.stdout
-    assert run(record, "--gate", "mean_abs=0.02").exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("gate", "sentence"),
-    [("meanabs=1", "there is no metric 'meanabs'"), ("k3=much", "'much' is not a number; write k3=0.02")],
-)
-def test_gate_that_cannot_be_checked_is_one_sentence(record, gate, sentence):
-    done = run(record, "--gate", gate)
-    assert done.exit_code == 2
-    assert sentence in done.stderr
 
 
 def test_first_weights_are_not_compared_with_later_steps(model, tmp_path):

@@ -19,7 +19,7 @@ from areal_debug.verbs.consistency import command
 from consistency.case import Request
 from consistency.check import check
 from consistency.engines import SamplingParams
-from consistency.live import Prompt, check_engines, make_rescorer, query_engines, sampled_of, vocabulary_of
+from consistency.live import Prompt, make_rescorer, query_engines, sampled_of, vocabulary_of
 from consistency.score import load_scorer
 from consistency.transforms import select_rows
 
@@ -81,7 +81,8 @@ def test_logprobs_are_those_of_transformers_sampled_and_scored_again(model, addr
     samples = query_engines([address], prompts, 2, PARAMS, vocabulary)
     assert [reply.num_prompt for reply in samples.replies] == [len(prompt.ids) for prompt in samples.prompts]
     sampled = sampled_of(samples, "float32", vocabulary)
-    checked = check_engines(samples, sampled, Request(str(model)), vocabulary)
+    rescorer = make_rescorer(samples.addresses, vocabulary)
+    checked = check(sampled, Request(str(model)), rescorer=rescorer)
     assert (checked.diagnosis.verdict, checked.diagnosis.causes[0].id) == ("healthy", "R35")
     assert np.abs(checked.diagnosis.table.difference).max() < 1e-4
     # SGLang refuses to score a sampled special token of images: random models draw some.

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 from areal_core.engine.attention import PACKED
 from benchmarks import model_families as families
 from consistency import score as scoring
-from consistency.score import load_scorer, score, scorer_of
+from consistency.score import load_scorer, score, score_logits, scorer_of
 from consistency.tokens import Sequences
 
 LONG = pytest.mark.long
@@ -46,7 +46,6 @@ def check_against_plain(scores, logits, labels, temperature, tolerance):
         "entropy": entropy,
         "variance": (probs * logprobs**2).sum(1) - entropy**2,
         "mass_before": (probs * (logprobs > at_label)).sum(1),
-        "largest": logprobs.amax(1),
         "top_logprobs": logprobs.topk(5).values,
     }
     for name, values in expected.items():
@@ -112,3 +111,17 @@ def test_scores_of_unusual_families_equal_those_of_transformers(name, tmp_path):
         1.0,
         2e-5,
     )
+
+
+def test_scores_do_not_depend_on_the_rows_that_are_reduced_together():
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(7, 1000, generator=generator), torch.randint(0, 1000, (7,))
+    together, apart = (score_logits(logits.clone(), labels, 0.7, 5, size) for size in (7, 2))
+    assert together.keys() == apart.keys()
+    assert all(torch.equal(together[name], apart[name]) for name in together)
+    logprobs = torch.log_softmax(logits.double() / 0.7, 1)
+    at_label = logprobs.gather(1, labels[:, None])
+    expected = torch.where(logprobs > at_label, logprobs.exp(), 0).sum(1)
+    torch.testing.assert_close(together["mass_before"].double(), expected, rtol=1e-4, atol=1e-6)
+    assert torch.equal(together["rank"], (logprobs > at_label).sum(1))
+    assert torch.equal(score_logits(logits.clone(), labels, 0.7, None)["logprob"], together["logprob"])

@@ -192,7 +192,7 @@ def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
         ("consistency", ["consistency", record]),
         ("consistency", ["consistency", record, "--model", absent]),
         ("consistency", ["consistency", "--exact", "--engine", "embedded", "--model", absent]),
-        ("consistency", ["consistency", "--exact", "--engine", EVIL, "--model", top, "--against", absent]),
+        ("consistency", ["consistency", "--conform", "--engine", EVIL, "--model", top]),
         ("hang", ["hang", "--pid", "999999999"]),
         ("hang diagnose", ["hang", "diagnose", text["stacks"], "-o", f"{top}/hang.html"]),
         ("hang explain", ["hang", "explain", EVIL]),

@@ -41,9 +41,12 @@ def test_a_division_by_micro_batches_is_named():
         assert_invariant(step_of(divide_again=True), BATCH)
 
 
-def test_a_factor_that_is_no_count_is_said_to_be_none():
-    with pytest.raises(AssertionError, match=r"loss is 49, not 7: no count of the layouts"):
-        assert_invariant(lambda parts: {"loss": 7.0 ** len(parts)}, BATCH, ("accumulation 2",))
+def test_rows_that_leak_into_each_other_where_they_are_packed_are_named():
+    def leaks(parts):  # each row sees those before it
+        return {"loss": sum(float(part["input_ids"].double().cumsum(0).sum()) for part in parts)}
+
+    with pytest.raises(AssertionError, match=r"rows alone: .*no count .*: rows packed in one sequence"):
+        assert_invariant(leaks, BATCH, ("rows alone",))
 
 
 def test_a_recorded_step_has_one_loss_in_every_layout(tiny_run, monkeypatch):

@@ -139,7 +139,7 @@ def start_fake() -> Iterator[Callable[[], FakeServer]]:
 class ServerProcess:
     """The embedded engine's server in a separate process, forked from one with torch loaded."""
 
-    def __init__(self, model_path: str, server: Server | None = None) -> None:
+    def __init__(self, model_path: str, server: Server | None = None, serve: Callable = serve) -> None:
         self.server = server or Server(f"127.0.0.1:{free_port()}")
         forks = multiprocessing.get_context("forkserver")
         forks.set_forkserver_preload(["areal_core.testing.embedded_server"])

@@ -143,4 +143,4 @@ def check_updates_by_broadcast(pool, model, bucket_bytes):
         responses = generate(pool)
         assert_sampled_by(model, responses)
         assert {v for r in responses for v in r.output_versions} == {version}
-    update._leave()
+    update.leave()

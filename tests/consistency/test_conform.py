@@ -1,0 +1,55 @@
+"""Conformance of weight updates: a sound engine passes, each planted fault is named."""
+
+import json
+from functools import partial
+
+import pytest
+from click.testing import CliRunner
+
+from areal_debug.verbs.consistency import command
+
+from . import unsound_server as unsound
+
+late = partial(pytest.param, marks=pytest.mark.long)
+
+
+def conform(address, model, *options):
+    done = CliRunner().invoke(command, ["--conform", "--engine", address, "--model", str(model), *options])
+    assert done.exit_code in (0, 1), done.output
+    return done
+
+
+def failures(address, model) -> dict[str, dict]:
+    found = json.loads(conform(address, model, "--json").stdout)
+    return {check["name"]: check for check in found["checks"] if check["verdict"] == "fail"}
+
+
+def test_a_sound_engine_passes_and_keeps_its_weights(tiny_model):
+    with unsound.serving(str(tiny_model)) as address:
+        done = conform(address, tiny_model)
+        assert done.exit_code == 0, done.output
+        assert done.stdout.startswith("Conforms: 14 pass")
+
+
+@pytest.mark.parametrize(
+    ("plant", "names", "evidence"),
+    [
+        (unsound.drops_a_tensor, ("full update, folder", "full update, broadcast"), f"{unsound.DROPPED} as"),
+        (unsound.reports_the_version_before_the_load, ("versions",), "was loaded"),
+        (unsound.keeps_the_prefix_cache, ("prefix cache",), "after, on the cache of the old weights"),
+        # An adapter of the same layers is a repeated part, too.
+        late(unsound.ignores_a_repeated_part, ("chain, doubled part", "LoRA adapter"), ""),
+        late(unsound.keeps_the_first_adapter, ("LoRA adapter",), "first adapter"),
+    ],
+)
+def test_a_fault_is_named(tiny_model, plant, names, evidence):
+    with unsound.serving(str(tiny_model), plant) as address:
+        found = failures(address, tiny_model)
+    assert tuple(found) == names
+    assert all(evidence in check["held"] + check["evidence"] for check in found.values())
+
+
+def test_a_wrong_model_is_one_sentence(tiny_model, model):
+    with unsound.serving(str(model)) as address:
+        done = CliRunner().invoke(command, ["--conform", "--engine", address, "--model", str(tiny_model)])
+    assert (done.exit_code, "does not hold the weights of" in done.stderr) == (2, True)
