@@ -5,7 +5,7 @@
 Own cases are texts under tests/hangdoctor/analysis (`field/*.txt` in the short notation below,
 `cases/*.txt` as pastes). A case that has all ranks of its job is scored a second time as a
 collection of two samples in which nothing moved: one sample alone is never certain. `--write` puts
-the table into docs/hang.md.
+the table into docs/verbs/hang.md.
 
     ##### TITLE | LABEL | OTHER ACCEPTABLE LABELS | WORLD SIZE
     0,2-3: FRAME < FRAME       a main thread, innermost frame first; names work as well as ranks
@@ -175,7 +175,7 @@ def calibration(answers: list[Answer]) -> dict[str, tuple[int, int]]:
 
 
 def table(answers: list[Answer]) -> str:
-    """Return the markdown table of docs/hang.md."""
+    """Return the markdown table of docs/verbs/hang.md."""
     sources = sorted({given.case.source for given in answers})
     lines = ["| cases | acceptable | exact | high | medium | low |", "|---|---|---|---|---|---|"]
     for source in [*sources, "all"]:
@@ -198,7 +198,7 @@ def main() -> None:
                 )
     print(table(answers))
     if options.write:
-        page = ROOT / "docs/hang.md"
+        page = ROOT / "docs/verbs/hang.md"
         page.write_text(TABLE.sub(lambda _: table(answers), page.read_text()))
 
 

@@ -347,7 +347,7 @@ class Record:
 
         Args:
             steps: those to read; all by default.
-            columns: those to read, in this order; all by default (docs/exports.md).
+            columns: those to read, in this order; all by default (docs/verbs/record.md).
 
         Raises:
             RecordError: there is no such column.

@@ -98,7 +98,7 @@ def moved_buffers(model: Any) -> Iterator[None]:
 
 HALF_ULP = 12**-0.5  # rms of rounding to the nearest, in ulps
 COPIES = ("cache_k", "cache_v")  # results that are not computed, so not rounded
-LIMIT = 4.0  # gap over floor, of one token; docs/consistency_layers.md has what sound engines reach
+LIMIT = 4.0  # gap over floor, of one token; docs/verbs/consistency.md has what sound engines reach
 
 
 @dataclass
