@@ -20,13 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_core.launch.processes import (
-    Child,
-    end_tree,
-    marked_environment,
-    start,
-    thread_limits,
-)
+from areal_core.launch.processes import Child, end_tree, marked_environment, start, thread_limits
 from areal_core.launch.torchrun import copy_output, ended_on_signals, shell_code, terminal_environment
 from areal_core.safety.interpreter import python_command
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_core.config.loading import read_yaml
+from areal_core.errors import ConfigError
 from recorder.testing import write_scripted_record
 
 from ..command_line import walk
@@ -91,13 +93,16 @@ def plant(run: Path) -> None:
         (run / name / "__init__.py").write_text("open('MARK', 'w').close()\nraise SystemExit(99)\n")
 
 
+KINDS: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "sparse": make_sparse,
+    "link loop": lambda path: path.symlink_to(path.name),
+    "folder": Path.mkdir,
+    "one line": lambda path: path.write_bytes(b"[" * (70 << 20)),
+}
 FILES: dict[str, Callable[[Path], None]] = {
-    "FIFO": instead(os.mkfifo),
-    "device": instead(lambda path: path.symlink_to("/dev/zero")),
-    "sparse": instead(make_sparse),
-    "link loop": instead(lambda path: path.symlink_to(path.name)),
-    "folder": instead(Path.mkdir),
-    "one line": instead(lambda path: path.write_bytes(b"[" * (70 << 20))),
+    **{kind: instead(make) for kind, make in KINDS.items()},
     "planted module": plant,
     "folder that loops": lambda run: (run / "record" / "steps" / "000009").symlink_to("..", True),
 }
@@ -137,6 +142,13 @@ def fresh(tmp_path: Path, name: str = "run") -> Iterator[Path]:
 def test_every_verb_is_attacked_or_reads_nothing_of_others():
     runnable = {words for words, command in walk() if getattr(command, "invoke_without_command", True)}
     assert set(verbs("", "")) | set(NOT_READING) == runnable
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_is_a_regular_file_of_some_size(tmp_path, kind):
+    KINDS[kind](tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match=r"a\.yaml"):
+        read_yaml(str(tmp_path / "a.yaml"))
 
 
 @pytest.mark.parametrize("attack", ["FIFO", "device", "sparse", "planted module"])
