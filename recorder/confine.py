@@ -237,6 +237,7 @@ def limit(bounds: Bounds) -> list[str]:
     if math.isfinite(bounds.cpu_s):
         cpu = math.ceil(time.process_time() + bounds.cpu_s)
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, min(cpu + 5, cpu_allowed_s())))
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         active.append(f"CPU {bounds.cpu_s:.3g} s")
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -364,7 +365,7 @@ def wait_for(pid: int, reading: int, bounds: Bounds) -> dict[str, Any]:
 def parsed(data: bytes, status: int, bounds: Bounds) -> dict[str, Any]:
     """Parse what the child sent. Raises LimitReached if that is nothing: it died."""
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if ended_by == signal.SIGXCPU:
+    if ended_by == signal.SIGXCPU or (ended_by == signal.SIGKILL and bounds.cpu_set_by != TIME_VARIABLE):
         raise LimitReached(too_much(bounds, f"{bounds.cpu_s:.3g} s of CPU time", bounds.cpu_set_by))
     try:
         result, printed = data.split(b"\n")

@@ -43,10 +43,10 @@ def serve(channel: socket.socket) -> None:
     if (first := receive(channel)) is None:
         return
     given, _ = first
-    send(channel, {"ready": 1})
     os.umask(given["umask"])
     sys.path[:0] = [folder for folder in given["path"] if folder not in sys.path]
     import_all(given["modules"])
+    send(channel, {"ready": 1})
     while (received := receive(channel)) is not None:
         request, streams = received
         with ended_with_peer(channel):
