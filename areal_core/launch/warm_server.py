@@ -57,7 +57,7 @@ def serve(channel: socket.socket) -> None:
 def import_all(modules: list[str]) -> None:
     """Import modules, which stay: no garbage collection looks at them."""
     gc.disable()
-    for name in modules:
+    for name in ("numpy", *modules):  # before torch: its OpenBLAS spins where `ulimit -v` leaves nothing
         with suppress(ImportError):  # not installed, or of another version: a rank says so
             import_module(name)
     gc.freeze()

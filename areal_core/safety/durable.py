@@ -32,6 +32,7 @@ ADVICE = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ENOMEM: "raise `ulimit -v` if it is set, or free memory of this machine",
     errno.EAGAIN: "raise `ulimit -u`, or end other processes",
+    errno.EFBIG: "raise `ulimit -f`",
 }
 # What Python, torch and the loader of libraries say in place of an errno.
 SAID = {

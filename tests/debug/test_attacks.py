@@ -134,7 +134,7 @@ FILES: dict[str, Callable[[Path], None]] = {
 }
 LIMITS = {
     "memory": (resource.RLIMIT_AS, 6 << 30),
-    "less memory": (resource.RLIMIT_AS, 3 << 30),
+    "less memory": (resource.RLIMIT_AS, 2 << 30),
     "little memory": (resource.RLIMIT_AS, 400 << 20),
     "CPU": (resource.RLIMIT_CPU, 40),
     "little CPU": (resource.RLIMIT_CPU, 3),
