@@ -63,7 +63,8 @@ class ModelError(EngineError):
 
 def load_failure(path: str, error: Exception) -> ModelError:
     where = "is not a folder here" if not Path(path).is_dir() else "could not be loaded by Transformers"
-    return ModelError(f"cannot load the model: {path!r} {where} ({str(error).splitlines()[0]})")
+    reason = next(filter(str.strip, str(error).splitlines()), type(error).__name__)
+    return ModelError(f"cannot load the model: {path!r} {where} ({reason.strip()})")
 
 
 class RanksError(EngineError):

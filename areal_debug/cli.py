@@ -14,7 +14,7 @@ import click
 
 from areal_core.environment import ALLOWED_CODE
 from areal_core.safety.private import keep_files_private
-from areal_debug.start_up import cache_bytecode, collect_garbage_rarely
+from areal_debug.start_up import cache_bytecode, collect_garbage_rarely, say_when_time_is_up
 from areal_debug.streams import INTERRUPTED, guarded
 
 SECTIONS = {
@@ -174,6 +174,7 @@ class VerbGroup(click.Group):
     def main(self, *args: Any, **settings: Any) -> Any:
         cache_bytecode()
         collect_garbage_rarely()
+        say_when_time_is_up()
         return guarded(lambda: super(VerbGroup, self).main(*args, **settings))
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -7,6 +7,8 @@ which takes longer than the rest of a short replay. A private folder of the user
 
 import gc
 import os
+import resource
+import signal
 import sys
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
@@ -47,6 +49,20 @@ def bytecode_variables() -> dict[str, str]:
     except (ForeignOwner, OSError):  # slower, and nothing else
         return {}
     return {PREFIX: str(folder), NEVER_WRITE: ""}
+
+
+def say_when_time_is_up() -> None:
+    """End with a sentence a second before the CPU time that this shell allows (`ulimit -t`)."""
+    allowed_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    if allowed_s == resource.RLIM_INFINITY:
+        return
+
+    def end(number: int, frame: object) -> None:
+        print(f"Error: this shell allows {allowed_s} s of CPU time: raise `ulimit -t`", file=sys.stderr)
+        raise SystemExit(2)
+
+    signal.signal(signal.SIGXCPU, end)
+    resource.setrlimit(resource.RLIMIT_CPU, (max(allowed_s - 1, 1), allowed_s))
 
 
 def collect_garbage_rarely() -> None:

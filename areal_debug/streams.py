@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from areal_core.safety.durable import os_error_of, sentence_of
 from areal_core.safety.printable import printable_block
 from areal_debug.waiting import output
 
@@ -112,7 +113,7 @@ def styled_stream(stream: Any) -> Any:
 
 
 def guarded(run: Callable[[], R]) -> R:
-    """Run a command whose output is printable, and end it with one sentence where output fails.
+    """Run a command whose output is printable; where output or memory fails, end it with a sentence.
 
     Raises:
         SystemExit: 2 if standard output is closed or full, 141 if its reader has ended.
@@ -128,6 +129,11 @@ def guarded(run: Callable[[], R]) -> R:
         if error.errno == errno.EPIPE:  # `| head` has read what it wanted
             raise SystemExit(READER_ENDED) from None
         print(f"Error: standard output cannot be written: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except (MemoryError, ImportError, RuntimeError) as error:  # also of what an `except` imports
+        if (cause := os_error_of(error)) is None:
+            raise
+        print(f"Error: {sentence_of(cause)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -1,7 +1,7 @@
 """How the cost of each verb grows with its input: CPU seconds, peak memory, exponent, bound.
 
     python -m benchmarks.growth [--sizes 0.01 0.1 1] [--only NAME ...] [--write]
-    python -m benchmarks.growth --soak 200            # query and export on random records
+    python -m benchmarks.growth --soak 200            # verbs that read, on random records
 
 Each case has an input of a number of items (`CASES`), which `--sizes` multiplies. A measurement is
 one process and all children that it waited for: CPU seconds, because other work on the machine does
@@ -10,8 +10,8 @@ between the two largest sizes of what a run costs beyond one with next to no inp
 bound is the cheapest honest work on the same bytes, in this process: reading and checking them.
 `--write` writes docs/measurements/growth.md.
 
-`--soak N` runs `query` and `export` N times each on random records of 10 kB to 500 MB, under limits
-of the shell (`ulimit -v`, `-t`) and both allocators of Arrow, and counts failures.
+`--soak N` runs verbs that read N times each on random records of 10 kB to 500 MB, under limits of the
+shell (`ulimit -v`, `-t`) and both allocators of Arrow, and counts failures.
 """
 
 import json
@@ -312,6 +312,14 @@ def of_input(*words: str, below: Sequence[str]) -> Command:
 
 
 SQL = "select step, avg(reward) from samples group by step"
+READING: list[tuple[object, ...]] = [
+    *(("record", name, "") for name in ("ls", "show", "verify")),
+    ("record", "archive", "", "--to", OUT),
+    ("record", "redact", "", "--to", OUT, "--without-text"),
+    ("doctor", ""),
+    ("why", "", "", "--all"),
+    ("open", "", "-o", OUT),
+]
 CASES = [
     Case("record ls", (STEPS, "steps"), write_steps, verb("record", "ls", "")),
     Case("record verify", (STEPS, "steps"), write_steps, verb("record", "verify", "")),
@@ -478,16 +486,18 @@ between the two largest sizes of the cost beyond that of next to no input: 1 is 
 `tests/debug/test_growth.py` fails above {largest}. The bound is reading and checking the same bytes;
 the last column is the cost beyond the start by that of the bound.
 
-`--soak N` runs `query` and `export` on random records of 10 kB to 500 MB under `ulimit -v` of 4 to
-16 GiB and `-t` of 300 or 3,000 s, with both allocators of Arrow. Seen on 2026-11-28: 10 runs of
-each beside other work on the same cores, no failure.
+`--soak N` runs `query`, `export` and eight more verbs that read on random records of 10 kB to 500 MB
+under `ulimit -v` of 4 to 16 GiB and `-t` of 300 or 3,000 s, with both allocators of Arrow. Seen on 2026-11-28:
+10 runs of `query` and `export`, and 28 of all ten verbs (25 of at most 1 MB, 3 of at most 316 MB)
+beside other work on the same cores, no failure.
 
 Machine: {machine}.
 """
 
 
 def soak(num_runs: int, folder: Path) -> Iterator[str]:
-    """Run `query` and `export` on random records under limits; yield a line for each failure."""
+    """Run verbs that read on random records under limits; yield a line for each that refuses one."""
+    others = [verb(*words) for words in READING]
     random_, source = random.Random(num_runs), folder / "record"
     for number in range(num_runs):
         tokens = random_.choice((20, 200, 2_000))
@@ -495,12 +505,13 @@ def soak(num_runs: int, folder: Path) -> Iterator[str]:
         limits = f"-v {random_.choice((4, 8, 16)) << 20} -t {random_.choice((300, 3_000))}"
         allocator = random_.choice(("system", "mimalloc"))
         name, sql = random_.choice(("jsonl", "parquet")), random_.choice((SQL, "select count(*) from tokens"))
-        for command in (verb("query", "", sql), export(name, f"rows.{name}")):
+        for command in (verb("query", "", sql), export(name, f"rows.{name}"), *others):
+            (out := folder / "out").mkdir()
             try:
-                measured(command(source, folder), limits, ARROW_DEFAULT_MEMORY_POOL=allocator)
+                measured(command(source, out), limits, ARROW_DEFAULT_MEMORY_POOL=allocator)
             except RuntimeError as error:
                 yield f"run {number}, {size_of(source):,} bytes, ulimit {limits}, {allocator}: {error}"
-        (folder / f"rows.{name}").unlink(missing_ok=True)
+            shutil.rmtree(out)
         shutil.rmtree(source)
 
 

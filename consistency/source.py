@@ -8,7 +8,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from areal_core.data.routed_experts import ROUTED_EXPERTS
-from areal_core.errors import ModelError
+from areal_core.errors import load_failure
 from consistency.case import Setting
 from consistency.causes import Finding
 from consistency.engines import Top
@@ -214,8 +214,8 @@ def model_dtype(path: str) -> str:
     """Return the dtype of a checkpoint if scoring supports it, else float32. Raises ModelError."""
     try:
         stored = str(AutoConfig.from_pretrained(path).get_text_config().dtype).removeprefix("torch.")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read the model at {path!r}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # of any type, see `load_model`
+        raise load_failure(path, error) from error
     return stored if stored in ("float32", "bfloat16") else "float32"
 
 

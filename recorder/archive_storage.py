@@ -24,6 +24,7 @@ writes it: stored without compression or encryption, each name once, no bytes in
 """
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -119,27 +120,30 @@ class UrlObjects:
 
     def names(self, folder: str) -> list[str]:
         """See Objects."""
-        try:
-            listed = self.files.ls(self.below(folder), detail=False)
-        except FileNotFoundError:
-            return []
+        listed = self._ask("ls", folder, detail=False) or ()
         return [str(name).rstrip("/").rpartition("/")[2] for name in listed]
 
     def size(self, file: str) -> int | None:
         """See Objects."""
-        try:
-            facts = self.files.info(self.below(file))
-        except FileNotFoundError:
-            return None
-        return facts["size"] if facts["type"] == "file" else None
+        facts = self._ask("info", file)
+        return facts["size"] if facts and facts["type"] == "file" else None
 
     def read(self, file: str, offset: int = 0, size_bytes: int | None = None) -> bytes:
         """See Objects."""
         end = None if size_bytes is None else offset + size_bytes
+        return bytes(self._ask("cat_file", file, start=offset, end=end) or b"")
+
+    def _ask(self, call: str, name: str, **options: object) -> Any:
+        """Return what the file system answers, None if it has no such object. Raises OSError."""
         try:
-            return bytes(self.files.cat_file(self.below(file), start=offset, end=end))
+            return getattr(self.files, call)(self.below(name), **options)
         except FileNotFoundError:
-            return b""
+            return None
+        except OSError:
+            raise
+        except Exception as error:  # of s3fs, gcsfs and others: their classes are not known here
+            reason = f"{type(error).__name__}: {error}"
+            raise OSError(errno.EIO, reason, self.below(name)) from error
 
     def below(self, name: str) -> str:
         """Return the path of an object."""

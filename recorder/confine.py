@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 
 from crc32c import crc32c
 
+from areal_core.safety.durable import os_error_of
 from areal_core.safety.file_names import open_below
 from recorder.errors import DamagedRecord, RecordError
 from recorder.landlock import PR_SET_PDEATHSIG, restrict
@@ -77,6 +78,7 @@ class Bounds:
     memory_bytes: int = MEMORY_BYTES
     cpu_s: float = CPU_S
     wall_s: float = WALL_S + WALL_PER_CPU_S * CPU_S
+    cpu_set_by: str = TIME_VARIABLE
 
 
 def bounds_for(
@@ -162,7 +164,8 @@ def run_confined(
     """
     # 1 s less: the kernel kills at the hard limit, and says at the soft one why
     allowed_s = cpu_allowed_s() - time.process_time() - 1
-    bounds = replace(bounds, cpu_s=min(bounds.cpu_s, max(allowed_s, 0))) if allowed_s < 1e9 else bounds
+    if allowed_s < bounds.cpu_s:
+        bounds = replace(bounds, cpu_s=max(allowed_s, 0), cpu_set_by="`ulimit -t`")
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
@@ -234,6 +237,7 @@ def limit(bounds: Bounds) -> list[str]:
     if math.isfinite(bounds.cpu_s):
         cpu = math.ceil(time.process_time() + bounds.cpu_s)
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, min(cpu + 5, cpu_allowed_s())))
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         active.append(f"CPU {bounds.cpu_s:.3g} s")
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -270,12 +274,12 @@ def described(error: BaseException, errors: Sequence[type[Exception]]) -> list[A
     for number, kind in enumerate(errors):
         if isinstance(error, kind):
             return ["known", number, str(error)]
-    if isinstance(error, OSError):
-        return ["OSError", error.errno, error.strerror or str(error), str(error.filename or "")]
+    if cause := os_error_of(error):
+        return ["OSError", cause.errno, cause.strerror or str(cause), str(cause.filename or "")]
     if isinstance(error, ValueError):
         return ["ValueError", str(error)]
-    if isinstance(error, MemoryError | KeyboardInterrupt):
-        return [type(error).__name__]
+    if isinstance(error, KeyboardInterrupt):
+        return ["KeyboardInterrupt"]
     if isinstance(error, SystemExit):
         return ["SystemExit", error.code if isinstance(error.code, int) else int(error.code is not None)]
     traceback.print_exception(error)
@@ -290,10 +294,6 @@ def raise_again(described: Sequence[Any], bounds: Bounds, errors: Sequence[type[
     if name == "OSError":
         code, text, file = facts
         raise OSError(code, text, file) if file else OSError(code, text)
-    if name == "MemoryError":
-        raise LimitReached(
-            f"reading {bounds.name} needs more memory than this system, or `ulimit -v`, has for it"
-        )
     if name == "ValueError":
         raise ValueError(facts[0])
     if name == "defect":
@@ -305,8 +305,8 @@ def raise_again(described: Sequence[Any], bounds: Bounds, errors: Sequence[type[
 
 def too_much(bounds: Bounds, limit: str, variable: str) -> str:
     return (
-        f"reading {bounds.name} needs more than {limit}, the limit for an input of its size: it may be made to "
-        f"exhaust this machine; set {variable} to allow more"
+        f"reading {bounds.name} needs more than {limit}, the limit for an input of its size or of this shell: "
+        f"it may be made to exhaust this machine; set {variable} to allow more"
     )
 
 
@@ -365,8 +365,8 @@ def wait_for(pid: int, reading: int, bounds: Bounds) -> dict[str, Any]:
 def parsed(data: bytes, status: int, bounds: Bounds) -> dict[str, Any]:
     """Parse what the child sent. Raises LimitReached if that is nothing: it died."""
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if ended_by == signal.SIGXCPU:
-        raise LimitReached(too_much(bounds, f"{bounds.cpu_s:.3g} s of CPU time", TIME_VARIABLE))
+    if ended_by == signal.SIGXCPU or (ended_by == signal.SIGKILL and bounds.cpu_set_by != TIME_VARIABLE):
+        raise LimitReached(too_much(bounds, f"{bounds.cpu_s:.3g} s of CPU time", bounds.cpu_set_by))
     try:
         result, printed = data.split(b"\n")
         document: dict[str, Any] = json.loads(result) | json.loads(printed)

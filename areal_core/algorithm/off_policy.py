@@ -14,12 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_core.algorithm.advantages import kl_estimate
-from areal_core.algorithm.alignment import (
-    masked_segment_max,
-    masked_segment_mean,
-    segment_ids,
-    segment_sum,
-)
+from areal_core.algorithm.alignment import masked_segment_max, masked_segment_mean, segment_ids, segment_sum
 from areal_core.algorithm.normalization import SumOverRanks, on_one_rank
 
 INFINITY_BITS = 0x7F800000  # of float32

@@ -9,22 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from areal_core.config.derived import num_given_servers
-from areal_core.config.experiment import (
-    BaseExperimentConfig,
-    EvaluatorConfig,
-    PPOConfig,
-)
+from areal_core.config.experiment import BaseExperimentConfig, EvaluatorConfig, PPOConfig
 from areal_core.config.option import ROLLOUT_SECTIONS, Role
 from areal_core.config.presets import shown
 from areal_core.config.rules import broken_rules, rows_per_rank
 from areal_core.config.scheduling import specs_without_effect, strategies_without_effect, wrong_specs
 from areal_core.config.servers import ALL_LINEAR, server_options, serves_adapters
 from areal_core.config.train_engine import TrainEngineConfig
-from areal_core.config.upstream import (
-    names_of_another_run,
-    not_yet,
-    without_effect_on_a_model,
-)
+from areal_core.config.upstream import names_of_another_run, not_yet, without_effect_on_a_model
 from areal_core.config.vision_checks import images_in_use
 from areal_core.environment import ADDRESSES_VARIABLE
 from areal_core.errors import AllocationError, ConfigError

@@ -9,7 +9,6 @@ import re
 import textwrap
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
@@ -24,11 +23,13 @@ from areal_core.config.option import Role
 from areal_core.config.presets import expand_preset, leaves, option_name, set_option, split_algorithm
 from areal_core.config.upstream import translate_older_names, without_gone
 from areal_core.errors import ConfigError
+from areal_core.safety.received import UnreadableFile, read_received
 from areal_core.safety.secrets import masker
 
 C = TypeVar("C")  # any dataclass of options
 E = TypeVar("E", bound=BaseExperimentConfig)
 logger = logging.getLogger(__name__)
+MOST_YAML_BYTES = 1 << 24
 
 
 def load_expr_config(argv: Sequence[str], cls: type[E], role: Role = "train") -> tuple[E, str]:
@@ -186,12 +187,14 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
 def read_yaml(path: str) -> dict[str, Any]:
     """Return the file as nested dicts, interpolations not yet resolved. Raises ConfigError."""
     try:
-        text = Path(path).read_text()
+        text = read_received(path, MOST_YAML_BYTES).decode()
         tree = container_of(OmegaConf.load(io.StringIO(text))) if text.strip() else {}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} cannot be read: it is not text") from None
+    except UnreadableFile as error:
+        raise ConfigError(str(error)) from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):

@@ -106,7 +106,7 @@ class PromptLoader:
                 raise DatasetError(
                     f"the saved loader has {name} {state[name]} and this one {ours}; their orders differ"
                 )
-        self.num_batches = state["num_batches"]
+        self.num_batches = int(state["num_batches"])
 
     def _permutation_of(self, epoch: int) -> list[int]:
         if self._permutation[0] != epoch:

@@ -29,19 +29,8 @@ from areal_core.data.processor import VisionProcessor
 from areal_core.embedded.cached_rows import CachedRows, PrefixCache
 from areal_core.embedded.generate import RoutedCache
 from areal_core.engine.attention import attend_rows
-from areal_core.engine.model import (
-    cache_argument,
-    checkpoint_names,
-    load_model,
-    own_attention,
-    set_attention,
-)
-from areal_core.engine.parity import (
-    DEPENDS_ON_FORWARD,
-    TOLERANCE,
-    random_rows,
-    require_invariant_products,
-)
+from areal_core.engine.model import cache_argument, checkpoint_names, load_model, own_attention, set_attention
+from areal_core.engine.parity import DEPENDS_ON_FORWARD, TOLERANCE, random_rows, require_invariant_products
 from areal_core.engine.routers import Routers
 from areal_core.engine.vision_models import vision_family
 from areal_core.errors import ModelError

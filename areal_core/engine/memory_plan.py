@@ -330,7 +330,7 @@ def read_shape(model: Model, sizes: Parallel = Parallel()) -> Shape | None:
             config.num_labels = 1
         with torch.device("meta"):
             built = head.from_config(config)
-    except (OSError, ValueError):  # no such folder, or a model that Transformers does not know
+    except Exception:  # no such folder, or a model that Transformers does not know
         return None
     if sizes.tensor > 1:
         check_tensor_parallel(built.config, sizes.tensor)

@@ -88,7 +88,7 @@ def load_model(
         if init_from_scratch:
             return with_published_names(kind.from_config(config, **options))
         return kind.from_pretrained(path, config=config, **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # files of any content lead to errors of any type in Transformers
         raise load_failure(path, error) from error
 
 

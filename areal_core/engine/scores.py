@@ -54,7 +54,7 @@ def load_score_model(
                 path, config=config, output_loading_info=True, **options
             )
             is_new = f"{HEAD}.weight" in report["missing_keys"]
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of any type, see `load_model`
         raise load_failure(path, error) from error
     if HEAD not in dict(model.named_children()):
         raise ModelError(

@@ -29,12 +29,7 @@ from areal_core.engine.ranks import Ranks
 from areal_core.engine.reduction import set_reduction
 from areal_core.engine.sequence_parallel import check_heads
 from areal_core.engine.tensor_parallel import split_over_ranks, vocabulary_shard
-from areal_core.engine.vision_models import (
-    choose_frequencies_by_row,
-    hook_forward,
-    text_model,
-    vision_family,
-)
+from areal_core.engine.vision_models import choose_frequencies_by_row, hook_forward, text_model, vision_family
 from areal_core.errors import ModelError
 
 

@@ -20,13 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_core.launch.processes import (
-    Child,
-    end_tree,
-    marked_environment,
-    start,
-    thread_limits,
-)
+from areal_core.launch.processes import Child, end_tree, marked_environment, start, thread_limits
 from areal_core.launch.torchrun import copy_output, ended_on_signals, shell_code, terminal_environment
 from areal_core.safety.interpreter import python_command
 
@@ -94,12 +88,18 @@ class WarmRanks:
 
         Ctrl-C is theirs meanwhile.
         """
+        self._await_ready()  # until then Ctrl-C is of this process
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self._ask(argv, num_ranks, env, None, [0, 1, 2])
             return self._answer()
         finally:
             signal.signal(signal.SIGINT, before)
+
+    def _await_ready(self) -> None:
+        if not self.is_ready:  # it has imported the modules
+            self._receive()
+            self.is_ready = True
 
     def _ask(
         self,
@@ -109,9 +109,7 @@ class WarmRanks:
         place: Path | None,
         streams: Sequence[int],
     ) -> None:
-        if not self.is_ready:  # it has read what was sent before
-            self._receive()
-            self.is_ready = True
+        self._await_ready()
         environment = marked_environment({**self.env, **env}, self.server.mark)
         request = {"argv": list(argv), "num_ranks": num_ranks, "environment": environment}
         request |= {"place": str(place or Path.cwd()), "path": [str(place)] if place else []}

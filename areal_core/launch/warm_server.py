@@ -43,10 +43,10 @@ def serve(channel: socket.socket) -> None:
     if (first := receive(channel)) is None:
         return
     given, _ = first
-    send(channel, {"ready": 1})
     os.umask(given["umask"])
     sys.path[:0] = [folder for folder in given["path"] if folder not in sys.path]
     import_all(given["modules"])
+    send(channel, {"ready": 1})
     while (received := receive(channel)) is not None:
         request, streams = received
         with ended_with_peer(channel):
@@ -57,7 +57,7 @@ def serve(channel: socket.socket) -> None:
 def import_all(modules: list[str]) -> None:
     """Import modules, which stay: no garbage collection looks at them."""
     gc.disable()
-    for name in modules:
+    for name in ("numpy", *modules):  # before torch: its OpenBLAS spins where `ulimit -v` leaves nothing
         with suppress(ImportError):  # not installed, or of another version: a rank says so
             import_module(name)
     gc.freeze()

@@ -53,7 +53,8 @@ def answer(reward_fn: RewardFn | BaseException, arguments: list[Any], row: dict[
         if isinstance(reward_fn, BaseException):
             raise reward_fn
         value = reward_fn(*arguments, **row)
-        number = float(value) if isinstance(value, numbers.Real) else None
+        is_finite = isinstance(value, numbers.Real) and abs(value) <= sys.float_info.max  # of any size
+        number = float(value) if is_finite else None
     except BaseException as error:  # boundary: the trainer raises any exception of a user's function
         wrong = misfit(reward_fn, arguments, row)
         return {

@@ -1,9 +1,11 @@
 """A web application that is served from a thread, for the calls of other threads and processes."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.safety.http_requests import refusal_of
@@ -27,6 +29,9 @@ def refuse_web_pages(application: web.Application, listens_at: str) -> None:
         return web.json_response(body, status=refusal.status)
 
     application.middlewares.insert(0, refuse)
+    logging.getLogger("aiohttp.server").addFilter(  # a request that is no HTTP is its client's fault
+        lambda entry: not (entry.exc_info and isinstance(entry.exc_info[1], HttpProcessingError))
+    )
 
 
 class HttpThread:

@@ -30,6 +30,15 @@ ADVICE = {
     errno.EISDIR: "give the name of a file",
     errno.ENOTDIR: "choose a place below a folder",
     errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOMEM: "raise `ulimit -v` if it is set, or free memory of this machine",
+    errno.EAGAIN: "raise `ulimit -u`, or end other processes",
+    errno.EFBIG: "raise `ulimit -f`",
+}
+# What Python, torch and the loader of libraries say in place of an errno.
+SAID = {
+    errno.ENOMEM: "failed to map segment from shared object$|annot allocate memory|can't allocate memory|bad_alloc",
+    errno.EAGAIN: "can't start new thread",
+    errno.ELOOP: "^Symlink loop from",
 }
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
@@ -45,12 +54,16 @@ def sentence_of(error: OSError) -> str:
     return f"{place}{reason}" + (f"; {advice}" if advice else "")
 
 
-def os_error_of(error: Exception) -> OSError | None:
-    """Return the OSError behind an error: itself, or what the text of a Rust library has."""
+def os_error_of(error: BaseException) -> OSError | None:
+    """Return the OSError behind an error: itself, or what its type or the text of a library says."""
     if isinstance(error, OSError):
         return error
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
+    text = str(error).partition("\n")[0][:300]
+    found = re.search(r"\(os error (\d+)\)", text)
+    number = int(found[1]) if found else errno.ENOMEM if isinstance(error, MemoryError) else 0
+    if not number and not isinstance(error, ValueError):  # whose text may be of what was read
+        number = next((code for code, said in SAID.items() if re.search(said, text)), 0)
+    return OSError(number, os.strerror(number) + f" ({text})" * (text != "")) if number else None
 
 
 @contextmanager

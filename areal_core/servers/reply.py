@@ -105,9 +105,8 @@ def checked(chunk: Chunk, asked: Asked) -> Chunk:
     Raises:
         MalformedReply: it breaks a rule; the error names the rule and the value.
     """
-    if broken := broken_rule(chunk, asked):
-        rule, seen = broken
-        raise MalformedReply(f"a reply breaks the rule {rule}: {seen}", rule)
+    if found := broken_rule(chunk, asked):
+        raise broken(*found)
     experts = experts_of(chunk, asked)
     return replace(chunk, logprobs=[min(logprob, 0.0) for logprob in chunk.logprobs], experts=experts)
 
@@ -118,28 +117,24 @@ def experts_of(chunk: Chunk, asked: Asked) -> np.ndarray | None:
     Raises:
         MalformedReply: they are not those of its tokens, or of another model.
     """
-    rule, sizes = "routed_experts", asked.sizes
+    sizes = asked.sizes
     if sizes is None or (chunk.experts is None and chunk.finish == "abort"):
         return None
     if chunk.experts is None:
-        raise MalformedReply(
-            f"a reply breaks the rule {rule}: it has none; start the server with --enable-return-routed-experts",
-            rule,
-        )
+        raise broken("routed_experts", "it has none; start the server with --enable-return-routed-experts")
     shape = (asked.num_before + len(chunk.tokens), sizes.num_layers, sizes.top_k)
     if chunk.experts.size != math.prod(shape):
-        raise MalformedReply(
-            f"a reply breaks the rule {rule}: {chunk.experts.size} numbers, and {list(shape)} were expected",
-            rule,
-        )
+        seen = f"{chunk.experts.size} numbers, and {list(shape)} were expected"
+        raise broken("routed_experts", seen)
     experts = chunk.experts.reshape(shape)
     if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < sizes.num_experts:
-        raise MalformedReply(
-            f"a reply breaks the rule {rule}: experts from {experts.min()} to {experts.max()}, and the model "
-            f"has {sizes.num_experts}",
-            rule,
-        )
+        seen = f"experts from {experts.min()} to {experts.max()}, and the model has {sizes.num_experts}"
+        raise broken("routed_experts", seen)
     return experts.astype(np.int16)
+
+
+def broken(rule: str, seen: str) -> MalformedReply:
+    return MalformedReply(f"a reply breaks the rule {rule}: {seen}", rule)
 
 
 def broken_rule(chunk: Chunk, asked: Asked) -> tuple[str, str] | None:

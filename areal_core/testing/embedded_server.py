@@ -74,13 +74,13 @@ class Params(msgspec.Struct, forbid_unknown_fields=True):
     min_new_tokens: Annotated[int, Meta(ge=0)] | None = 0
     temperature: Annotated[float, Meta(ge=0)] | None = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Meta(ge=-1)] | None = -1
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = -1
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = 0.0
-    sampling_seed: int | None = None
+    sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
 
 
 class Generate(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,7 +112,7 @@ class Control(msgspec.Struct):
     lora_path: str = ""
     group_name: str = ""
     master_address: str = ""
-    master_port: int = 0
+    master_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     rank_offset: int = 0
     world_size: int = 0
     backend: str = "gloo"
@@ -475,9 +475,9 @@ class EmbeddedServer:
             max_new_tokens=wanted,
             min_new_tokens=params.min_new_tokens or 0,
             max_tokens=self._context_length,
-            greedy=temperature == 0,
+            greedy=temperature is not None and temperature < 1e-6,  # as SGLang
             seed=params.sampling_seed,
-            temperature=temperature or 1.0,
+            temperature=max(temperature or 1.0, 1e-6),
             top_p=1.0 if params.top_p is None else params.top_p,
             top_k=params.top_k if (params.top_k or 0) >= 1 else TOP_K_OFF,  # type: ignore[arg-type]
             stop_token_ids=params.stop_token_ids or [],
@@ -662,7 +662,7 @@ class EmbeddedServer:
             raise BadRequest("call begin_weight_update() first")
         try:
             tensors = list(received(self._group(body), body))
-        except RuntimeError as error:  # the other end is gone
+        except (RuntimeError, ValueError, AttributeError) as error:  # the other end is gone, or no such dtype
             raise BadRequest(f"Failed to receive weights: {error}") from error
         self.sampler.load(tensors, body.weight_version)
 

@@ -47,7 +47,7 @@ from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.engine.trees.check import share_prefixes
 from areal_core.engine.vision_models import freeze_tower, vision_family
-from areal_core.errors import ConfigError, ModelError
+from areal_core.errors import ConfigError, ModelError, load_failure
 from areal_core.paths import make_run_folders, run_folder
 from areal_core.safety.durable import commit_file
 from areal_core.safety.printable import PrintableFormatter
@@ -117,8 +117,9 @@ def load_tokenizer_at(path: str) -> PreTrainedTokenizerBase:
     """
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load the tokenizer at {path!r}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # of any type, see `load_model`
+        reason = next(filter(str.strip, str(error).splitlines()), type(error).__name__)
+        raise ModelError(f"cannot load the tokenizer at {path!r}: {reason}") from error
 
 
 def load_processor_of(config: AnyConfig) -> VisionProcessor | None:
@@ -126,7 +127,10 @@ def load_processor_of(config: AnyConfig) -> VisionProcessor | None:
     folder = Path(config.actor.path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         return None
-    options = AutoConfig.from_pretrained(config.actor.path)
+    try:
+        options = AutoConfig.from_pretrained(config.actor.path)
+    except Exception as error:  # of any type, see `load_model`
+        raise load_failure(config.actor.path, error) from error
     return load_processor(config.actor.path) if is_vision(options) else None
 
 

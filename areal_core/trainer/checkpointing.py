@@ -27,12 +27,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.config import BaseExperimentConfig
@@ -45,19 +47,14 @@ from areal_core.engine.checkpoint.distributed import (
     take_snapshot,
     write_snapshot,
 )
-from areal_core.engine.checkpoint.files import read_checkpoint
+from areal_core.engine.checkpoint.files import DAMAGED, read_checkpoint
 from areal_core.engine.checkpoint.hf_folder import HFFolder, take_hf
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.ranks import Ranks
-from areal_core.errors import CheckpointError, CheckpointNotWritten
+from areal_core.errors import CheckpointError, CheckpointNotWritten, DatasetError, EngineError
 from areal_core.launch.run import RECOVER_RUN
 from areal_core.paths import run_folder
-from areal_core.safety.durable import (
-    commit_file,
-    disk_errors_as_warnings,
-    remove_folder,
-    sentence_of,
-)
+from areal_core.safety.durable import commit_file, disk_errors_as_warnings, remove_folder, sentence_of
 
 State = dict[str, Any]  # of a rank's data source, as JSON types
 logger = logging.getLogger(__name__)
@@ -131,12 +128,12 @@ class Position:
     Args:
         step: the next one.
         version: of the weights.
-        sources: the state of each data-parallel rank's source, if known.
-        timers: seconds since each was last due.
+        sources: the state of each data-parallel rank's source, if known: not of a record.
+        timers: seconds since each was last due; older checkpoints have none.
     """
 
-    step: int = 0
-    version: int = 0
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    version: int
     sources: list[dict[str, Any]] | None = None
     timers: dict[str, float] = field(default_factory=dict)
 
@@ -162,6 +159,7 @@ class Recovery:
         self._position: Position | None = None
         self._rng: dict[str, str] = {}
         self._last: Path | None = None
+        self._loaded = Path()
         self._writing = BackgroundSave()
 
     def keep(self, name: str, timer: Frequency) -> Frequency:
@@ -185,9 +183,11 @@ class Recovery:
         elif self.mode not in ("disabled", "off"):
             checkpoint = self._last = self._agree_on_checkpoint()
         if checkpoint is None:
-            return Position()
-        state = load_checkpoint(checkpoint, engines, with_optimizer=not self.options.no_load_optim)
-        self._position = parse_position(state)
+            return Position(0, 0)
+        self._loaded = checkpoint
+        with state_of(checkpoint):
+            state = load_checkpoint(checkpoint, engines, with_optimizer=not self.options.no_load_optim)
+            self._position = msgspec.convert(state, Position)
         self._rng = rng_state()  # building the source may draw random numbers
         return self._position
 
@@ -200,13 +200,14 @@ class Recovery:
         """
         if self._position is None:
             return False
-        if (sources := self._position.sources) is not None:
-            if len(sources) != self.ranks.data_parallel_size:
-                sources = reshard(sources, self.ranks.data_parallel_size)
-            source.load_state_dict(sources[self.ranks.data_parallel_rank])
-        for name, seconds in self._position.timers.items():
-            if name in self._timers:
-                self._timers[name].continue_after(seconds)
+        with state_of(self._loaded):
+            if (sources := self._position.sources) is not None:
+                if len(sources) != self.ranks.data_parallel_size:
+                    sources = reshard(sources, self.ranks.data_parallel_size)
+                source.load_state_dict(sources[self.ranks.data_parallel_rank])
+            for name, seconds in self._position.timers.items():
+                if name in self._timers:
+                    self._timers[name].continue_after(seconds)
         set_rng_state(self._rng)
         return True
 
@@ -276,9 +277,17 @@ def write_and_clear(snapshot: Snapshot, last: Path | None, given_up: threading.E
         keep_only(snapshot.folder.parent, snapshot.folder, last)
 
 
-def parse_position(state: dict[str, Any]) -> Position:
-    """Parse the position in a checkpoint; records have no sources, older checkpoints no timers."""
-    return Position(state["step"], state["version"], state.get("sources"), state.get("timers", {}))
+@contextmanager
+def state_of(checkpoint: Path) -> Iterator[None]:
+    """Raise CheckpointError where the state in a checkpoint is none that this version writes."""
+    try:
+        yield
+    except (EngineError, DatasetError):
+        raise
+    except DAMAGED as error:
+        raise CheckpointError(
+            f"{checkpoint} has a state that cannot be taken ({type(error).__name__}: {error}): use another one"
+        ) from error
 
 
 def find_checkpoint(folder: Path, mode: str, is_restart: bool) -> Path | None:

@@ -143,7 +143,7 @@ class LiveRollouts:
         """
         self.feed.load_state_dict(state)
         for name, count in state.get("counts", {}).items():  # older checkpoints have none
-            setattr(self.executor.control, name, count)
+            setattr(self.executor.control, name, int(count))
 
     def close(self) -> None:
         """Close the weight update and the executor; name the servers that had a fault."""

@@ -100,7 +100,7 @@ def report_of_ranks(
         if code != 0 or not report.exists():
             fail(
                 f"the replay ended with exit code {code} before its last step; see its output above",
-                code or 1,
+                min(code or 1, 2),
             )
         return read_report(report)
 

@@ -51,7 +51,7 @@ def mistakes_as_sentences() -> Iterator[None]:
         RewardError,
     )
     from areal_core.rollout import errors as rollout
-    from areal_core.safety.durable import ADVICE, sentence_of
+    from areal_core.safety.durable import ADVICE, os_error_of, sentence_of
     from areal_core.safety.file_names import UnsafeName
     from areal_core.safety.private import ForeignOwner
     from recorder import DamagedRecord, RecordError
@@ -95,7 +95,9 @@ def mistakes_as_sentences() -> Iterator[None]:
         rollout.MalformedEpisode,
     ) as error:
         end(f"Error: {error}{notes_of(error)}", 2)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError, ImportError) as error:
+        if cause := os_error_of(error):
+            end(f"Error: {sentence_of(cause)}", 1)
         if type(error).__name__ != "OutOfMemoryError":  # of torch, which need not be loaded here
             raise
         end(f"Error: the device's memory is full: {str(error).split('. ')[0]}; {SMALLER}", 1)

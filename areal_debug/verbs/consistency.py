@@ -12,13 +12,7 @@ import click
 from click.core import ParameterSource
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
-from areal_debug.render import (
-    announce,
-    count,
-    errors_as_sentences,
-    fail,
-    refuse_existing,
-)
+from areal_debug.render import announce, count, errors_as_sentences, fail, refuse_existing
 from areal_debug.waiting import doing, tick
 
 if TYPE_CHECKING:

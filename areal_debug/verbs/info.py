@@ -7,13 +7,7 @@ from pathlib import Path
 import click
 
 from areal_debug.cli import Verb, VerbGroup, force_option, json_option
-from areal_debug.render import (
-    console,
-    errors_as_sentences,
-    print_json,
-    refuse_existing,
-    styled,
-)
+from areal_debug.render import console, errors_as_sentences, print_json, refuse_existing, styled
 from areal_debug.skills import FOLDER, Skill, shipped_skills
 
 KINDS = ("grpo", "ppo", "sft", "rw", "dpo")

@@ -120,7 +120,7 @@ def run_cut(request: "CutRequest", num_ranks: int, as_json: bool) -> dict[str, A
     except SystemExit as ended:
         interrupted, code = True, int(ended.code or 0)
     if not file.exists():
-        raise SystemExit(code or 1)
+        raise SystemExit(code if interrupted else min(code or 1, 2))
     return read_report(file) | {"interrupted": interrupted}
 
 

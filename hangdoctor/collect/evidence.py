@@ -9,12 +9,14 @@ import json
 import linecache
 import os
 import re
+import select
 import shutil
+import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -160,13 +162,10 @@ def gpus() -> list[Gpu] | None:
     """Return every GPU of this host by nvidia-smi, or None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
-    cards = _query("--query-gpu=index,utilization.gpu,power.draw")
-    return [Gpu(int(index), _float(utilization), _float(power)) for index, utilization, power in cards]
-
-
-def _query(query: str) -> list[list[str]]:
-    done = _quick(["nvidia-smi", query, "--format=csv,noheader,nounits"])
-    return [[cell.strip() for cell in line.split(",")] for line in (done or "").splitlines() if "," in line]
+    query = "--query-gpu=index,utilization.gpu,power.draw"
+    text = _quick(["nvidia-smi", query, "--format=csv,noheader,nounits"]) or ""
+    known = [card for line in text.splitlines() if len(card := line.split(",")) == 3 and card[0].isdecimal()]
+    return [Gpu(int(index), _float(utilization), _float(power)) for index, utilization, power in known]
 
 
 def _float(text: str) -> float | None:
@@ -177,36 +176,39 @@ def _float(text: str) -> float | None:
 
 
 def nccl_ras() -> str | None:
-    """Return the report of NCCL's RAS service on this host about every communicator, or None
-    without one.
-    """
+    """Return the report of NCCL's RAS service on this host, or None without one."""
     if shutil.which("ncclras"):
         return _quick(["ncclras", "-v"])
     try:
         with socket.create_connection(("localhost", RAS_PORT), timeout=1.0) as service:
-            service.settimeout(QUICK_S)
             service.sendall(b"verbose status\n")
-            chunks = []
-            while chunk := service.recv(1 << 16):
-                chunks.append(chunk)
+            return _text_of(service.fileno())
     except OSError:
         return None
-    return b"".join(chunks).decode(errors="replace") or None
 
 
 def _quick(command: list[str]) -> str | None:
-    try:
-        program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    except OSError:
-        return None
-    timer = threading.Timer(QUICK_S, program.kill)
-    timer.start()
-    with program:
-        output = program.stdout.read(MOST_OUTPUT_BYTES) if program.stdout else b""
-        if len(output) == MOST_OUTPUT_BYTES:
-            program.kill()
-    timer.cancel()
-    return output.decode(errors="replace") or None if program.returncode == 0 else None
+    """Return what a program prints; it may hang in its driver, where no signal ends it."""
+    reading, writing = os.pipe()
+    with open(reading, "rb"), open(writing, "wb") as written, suppress(OSError, subprocess.TimeoutExpired):
+        program = subprocess.Popen(command, stdout=written, stderr=subprocess.DEVNULL, start_new_session=True)
+        written.close()
+        text = _text_of(reading)
+        if text is None:
+            os.killpg(program.pid, signal.SIGKILL)
+        return text if program.wait(0.5) == 0 else None
+    return None
+
+
+def _text_of(descriptor: int) -> str | None:
+    """Read to the end, at most QUICK_S and MOST_OUTPUT_BYTES. Raises OSError."""
+    data, ends_at = b"", time.monotonic() + QUICK_S
+    while select.select([descriptor], [], [], max(ends_at - time.monotonic(), 0))[0]:
+        block = os.read(descriptor, 1 << 16)
+        data += block
+        if not block or len(data) > MOST_OUTPUT_BYTES:
+            return data.decode(errors="replace") or None if not block else None
+    return None
 
 
 def source_lines(dumps: Iterable[str]) -> dict[str, str]:

@@ -89,7 +89,7 @@ class Imported:
 
 
 def read_foreign(path: Path, format_name: str | None = None) -> Foreign:
-    source, name = find_source(path), format_name
+    source, name = find_source(path.absolute()), format_name  # formats ask for names of folders above
     if name is not None:
         name = OTHER_NAMES.get(name.replace("_", "-"), name.replace("_", "-"))
         if name not in FORMATS:

@@ -52,11 +52,7 @@ def test_chat_completion_answers_and_its_tokens_are_those_sampled(run_client, sc
 
 def test_chat_completion_with_tools_streamed_and_unstreamed(run_client, scripted_engine):
     async def body(client):
-        request_options = {
-            "model": "m",
-            "messages": [{"role": "user", "content": "Oslo?"}],
-            "tools": [TOOL],
-        }
+        request_options = {"model": "m", "messages": [{"role": "user", "content": "Oslo?"}], "tools": [TOOL]}
         create = client.openai().chat.completions.create
         unstreamed = (await create(**request_options)).choices[0]
         with_usage = {"stream": True, "stream_options": {"include_usage": True}}
@@ -223,10 +219,7 @@ def test_sampling_that_the_agent_sets_is_honoured_and_logged_once(run_client, sc
         ({"messages": [{"content": "x"}]}, "role is missing; expected a text"),
         ({"temperature": -1}, "temperature is -1; expected at least 0"),
         ({"max_tokens": 0}, "max_new_tokens is 0; expected at least 1"),
-        (
-            {"extra_body": {"chat_template_kwargs": {"tokenize": False}}},
-            "has tokenize, which the proxy sets",
-        ),
+        ({"extra_body": {"chat_template_kwargs": {"tokenize": False}}}, "has tokenize, which the proxy sets"),
         ({"tool_choice": "required"}, "tool_choice requires a call, and the tools are none"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "clock"}}},

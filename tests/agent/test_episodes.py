@@ -6,10 +6,7 @@ import httpx
 import openai
 import pytest
 
-from areal_core.agent.errors import (
-    UnsafeProxy,
-    WrongReward,
-)
+from areal_core.agent.errors import UnsafeProxy, WrongReward
 from areal_core.agent.proxy_server import check_exposure
 
 

@@ -10,11 +10,7 @@ import pytest
 
 from areal_core.agent import EpisodeFailed
 from areal_core.agent.conversation import Call, Interaction, Message, ToolCall
-from areal_core.agent.failures import (
-    FAILURES,
-    describe_raised,
-    failure_of,
-)
+from areal_core.agent.failures import FAILURES, describe_raised, failure_of
 from areal_core.rollout.errors import PromptTooLong, ServerDied
 from areal_core.rollout.types import ModelResponse
 from tests.agent.agents_under_test import client_of

@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.rollout.loop_thread import LoopThread
-from areal_debug.agent.loop_monitor import (
-    LoopMonitor,
-    Place,
-    StackSample,
-    find_stalls,
-)
+from areal_debug.agent.loop_monitor import LoopMonitor, Place, StackSample, find_stalls
 
 
 @pytest.fixture

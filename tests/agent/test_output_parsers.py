@@ -8,12 +8,7 @@ import pytest
 from areal_core.agent import sglang_parsers
 from areal_core.agent.completion import Dialogue, read_message
 from areal_core.agent.conversation import Call, Message
-from areal_core.agent.output_parsers import (
-    TOOL_FORMATS,
-    by_sglang,
-    parse_tool_calls,
-    split_reasoning,
-)
+from areal_core.agent.output_parsers import TOOL_FORMATS, by_sglang, parse_tool_calls, split_reasoning
 from areal_core.rollout.types import ModelResponse, Sampling
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}, "s": {"type": "string"}}}

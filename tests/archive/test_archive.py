@@ -145,6 +145,17 @@ def test_what_cannot_be_opened_is_reported(tmp_path, source):
         open_record(tmp_path / "newer")
 
 
+def test_an_error_that_only_the_store_knows_is_one_sentence(monkeypatch):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def fails(*arguments, **options):
+        raise RuntimeError("no credentials")
+
+    monkeypatch.setattr(MemoryFileSystem, "info", fails)
+    with pytest.raises(DamagedRecord, match="RuntimeError: no credentials"):
+        open_record("memory://bucket/a")
+
+
 def test_an_archive_replaces_nothing_unless_requested_and_then_only_an_archive(source, tmp_path):
     archive_record(source, tmp_path / "a")
     with pytest.raises(RecordExists, match="--force"):

@@ -5,12 +5,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from areal_core.algorithm.losses import (
-    policy_loss,
-    sapo_loss,
-    sft_loss,
-    value_loss,
-)
+from areal_core.algorithm.losses import policy_loss, sapo_loss, sft_loss, value_loss
 from areal_core.algorithm.off_policy import (
     behaviour_weights,
     loglinear_proximal_logprobs,

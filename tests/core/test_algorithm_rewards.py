@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.algorithm.advantages import (
-    groups_without_spread,
-    kl_estimate,
-)
+from areal_core.algorithm.advantages import groups_without_spread, kl_estimate
 from areal_core.algorithm.alignment import to_next_token
 from areal_core.algorithm.normalization import normalize_groups, normalize_tokens
 

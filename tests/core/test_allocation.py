@@ -7,11 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_core.config import PPOConfig
-from areal_core.config.allocation import (
-    Allocation,
-    Parallel,
-    parse_allocation,
-)
+from areal_core.config.allocation import Allocation, Parallel, parse_allocation
 from areal_core.errors import AllocationError
 
 

@@ -2,13 +2,7 @@
 
 import pytest
 
-from areal_core.config import (
-    GRPOConfig,
-    PPOActorConfig,
-    PPOConfig,
-    SFTConfig,
-    load_expr_config,
-)
+from areal_core.config import GRPOConfig, PPOActorConfig, PPOConfig, SFTConfig, load_expr_config
 from areal_core.config.names import all_options, help_of
 from areal_core.errors import ConfigError
 

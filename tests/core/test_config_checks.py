@@ -15,11 +15,7 @@ from areal_core.config import (
 )
 from areal_core.errors import ConfigError
 
-SHARED = {
-    "actor.weight_update_mode": "disk",
-    "actor.offload": True,
-    "sglang.enable_memory_saver": True,
-}
+SHARED = {"actor.weight_update_mode": "disk", "actor.offload": True, "sglang.enable_memory_saver": True}
 ADAPTERS = {
     "rollout.use_lora": True,
     "sglang.enable_lora": True,

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import stat
 
 import pytest
@@ -13,11 +14,13 @@ from areal_core.safety.durable import (
     append_lines,
     commit_file,
     commit_folder,
+    os_error_of,
     remove_partial_line,
     replacing,
     sentence_of,
 )
 from areal_core.telemetry.loggers import JsonlLogger, read_stats
+from areal_debug.streams import guarded
 from areal_debug.train.script import mistakes_as_sentences
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -159,6 +162,29 @@ def test_ranks_go_on_when_their_log_cannot_be_written(caplog):
         copy_output(source, log, False)
         assert source.read() == b""
     assert "the log of the ranks ends here: No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (MemoryError(), "Cannot allocate memory; raise `ulimit -v`"),
+        (
+            ImportError("libtorch.so: failed to map segment from shared object"),
+            r"memory \(libtorch.so: .* `ulimit -v`",
+        ),
+        (RuntimeError("can't start new thread"), "raise `ulimit -u`"),
+        (RuntimeError("Symlink loop from 'a'"), "a link is not followed here"),
+    ],
+)
+def test_what_libraries_say_in_place_of_an_errno_is_one_sentence(error, sentence, capsys):
+    def fails():
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        guarded(fails)
+    assert end.value.code == 2
+    assert re.search(f"^Error: .*{sentence}.*$", capsys.readouterr().err)
+    assert os_error_of(ValueError(str(error))) is None
 
 
 def test_a_full_disk_ends_a_rank_with_one_sentence_and_code_1(monkeypatch, capsys):

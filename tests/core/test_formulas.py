@@ -10,14 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.algorithm.advantages import (
-    compute_advantages,
-)
-from areal_core.algorithm.gae_lambda import (
-    lengths_of,
-    relative_position_gae_lambda,
-    vapo_length_adaptive_gae,
-)
+from areal_core.algorithm.advantages import compute_advantages
+from areal_core.algorithm.gae_lambda import lengths_of, relative_position_gae_lambda, vapo_length_adaptive_gae
 from areal_core.algorithm.losses import (
     cispo_loss,
     dpo_loss,

@@ -9,13 +9,7 @@ import pytest
 
 from areal_core.config import GRPOConfig
 from areal_core.paths import make_run_folders, run_folder
-from areal_core.safety.private import (
-    ForeignOwner,
-    check_owner,
-    make_private,
-    make_shared,
-    read_owned,
-)
+from areal_core.safety.private import ForeignOwner, check_owner, make_private, make_shared, read_owned
 from areal_core.servers.discovery import FolderNames, discovered_servers, register_server
 
 ALICE, BOB = 12001, 12002

@@ -3,11 +3,7 @@
 import pytest
 
 from areal_core.config.allocation import parse_allocation
-from areal_core.config.scheduling import (
-    RoleSpec,
-    placed_together,
-    role_spec,
-)
+from areal_core.config.scheduling import RoleSpec, placed_together, role_spec
 from areal_core.config.services import LauncherConfig
 
 IMAGE = {"image": "/a.sif", "mount": "/data:/data", "container_type": "none", "srun_additional_args": "-K"}

@@ -97,10 +97,7 @@ def test_names_of_options_mean_the_same_in_every_verb(name):
         assert ("overrides" in arguments) == (name in OVERRIDES)
 
 
-OVERRIDES = {
-    *("train", "eval", "replay", "record import"),
-    *("agent run", "agent stress"),
-}
+OVERRIDES = {*("train", "eval", "replay", "record import"), *("agent run", "agent stress")}
 
 
 def test_a_file_is_replaced_with_force_alone(record, tmp_path):

@@ -155,7 +155,7 @@ def places(tmp_path_factory) -> dict[str, Path]:
             "ts": 0,
             "dur": 5,
             "args": {"step": 0, EVIL: EVIL},
-        },
+        }
     ]
     found["trace"] = top / "trace.json"
     found["trace"].write_text(json.dumps({"traceEvents": events, "otherData": {EVIL: EVIL, "ranks": []}}))

@@ -38,18 +38,7 @@ OPTIONS = {
 STEPS = 3
 WHOLE, TEXT = 0, 7
 # verbs that read no record
-OTHERS = {
-    "demo",
-    "train",
-    "eval",
-    "info",
-    "check",
-    "hang",
-    "trace",
-    "mcp",
-    "serve",
-    "agent",
-}
+OTHERS = {"demo", "train", "eval", "info", "check", "hang", "trace", "mcp", "serve", "agent"}
 INVENTED = re.compile(r"\bnan\b|\bNaN\b|Traceback")
 
 

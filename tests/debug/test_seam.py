@@ -165,8 +165,7 @@ def test_several_pauses_are_asked_about_and_a_trainer_log_decides(tmp_path):
 @pytest.mark.parametrize("again", [False, True])
 def test_few_prompts_in_a_cycle_are_not_read_again(tmp_path, again):
     write(
-        tmp_path,
-        prompts=lambda s: [(5 * (s - 12) + i) % 60 for i in range(5)] if again else [0, 1, 2, 3, 4],
+        tmp_path, prompts=lambda s: [(5 * (s - 12) + i) % 60 for i in range(5)] if again else [0, 1, 2, 3, 4]
     )
     if not again:  # every step has the same prompts, before, too
         with Recorder(

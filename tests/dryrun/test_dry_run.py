@@ -8,13 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from areal_core.config import (
-    OptimizerConfig,
-    PPOConfig,
-    SFTConfig,
-    TrainEngineConfig,
-    load_expr_config,
-)
+from areal_core.config import OptimizerConfig, PPOConfig, SFTConfig, TrainEngineConfig, load_expr_config
 from areal_core.config.allocation import Parallel, parse_allocation
 from areal_core.engine.memory_plan import Model, estimate_memory, parse_shape, read_shape, state_parts
 from areal_debug.verbs.train import command

@@ -122,9 +122,7 @@ def test_a_reward_model_trains_its_adapter_and_its_complete_head(ranks, tiny_mod
     batch = program.rows()
     for _ in range(2):
         engine.train_batch(
-            batch,
-            lambda scores, flat: ((scores - 1.0) ** 2).sum(),
-            lambda part: part["attention_mask"].sum(),
+            batch, lambda scores, flat: ((scores - 1.0) ** 2).sum(), lambda part: part["attention_mask"].sum()
         )
     values = engine.compute_values(batch)
     save_hf(tmp_path, engine)

@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from torch._dynamo.utils import counters
 from areal_core.engine import model as compiling
 from areal_core.engine.model import apply_liger, load_model
 from areal_core.engine.offload import storages
+from areal_core.errors import ModelError
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.build import build_engine
 from tests.engine import options_program as program
@@ -125,3 +127,14 @@ def test_liger_gives_the_same_logprobs_and_gradients_within_rounding(tiny_model)
         found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
     for plain, fused in zip(*found, strict=True):
         torch.testing.assert_close(fused, plain, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("model.safetensors", b"\x80"), ("config.json", b'{"model_type": ["a"]}'), ("config.json", b"[]")],
+)
+def test_a_damaged_model_is_one_sentence(tiny_model, tmp_path, file, content):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / file).write_bytes(content)
+    with pytest.raises(ModelError, match=r"^cannot load the model: .*\)$"):
+        load_model(str(folder))

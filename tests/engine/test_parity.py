@@ -31,8 +31,7 @@ QUICK = {"gpt_oss", "deepseek_v3", "mamba"}
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in PACKED + ALONE],
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in PACKED + ALONE]
 )
 def test_a_family_trains_on_the_logprobs_and_gradients_of_transformers(ranks, name):
     found = families.measure(name, ranks)

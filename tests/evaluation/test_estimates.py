@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from areal_debug.eval import estimates
-from areal_debug.eval.estimates import (
-    Estimate,
-    chance_of_difference,
-    estimate_mean,
-    holm,
-    pass_at_k,
-)
+from areal_debug.eval.estimates import Estimate, chance_of_difference, estimate_mean, holm, pass_at_k
 
 
 def test_pass_at_k_is_the_share_of_subsets_that_have_a_solved_sample():

@@ -64,11 +64,7 @@ class PythonDisk:
         return os.path.abspath(os.path.join(base, os.fsdecode(path)))
 
     def check(
-        self,
-        call: str,
-        path: str,
-        before: Callable[[], object] = lambda: None,
-        takes_space: bool = True,
+        self, call: str, path: str, before: Callable[[], object] = lambda: None, takes_space: bool = True
     ) -> None:
         """Count a call, and fail if it is the chosen one."""
         control, root = self.control, self.control.root.decode()

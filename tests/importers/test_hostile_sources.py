@@ -83,16 +83,6 @@ def test_lengths_that_lie_are_refused(tmp_path):
         refusal(source, "prime-rl", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["slime", "prime-rl", "nemo-rl", "areal-text", None])
-def test_what_is_no_regular_file_is_refused(tmp_path, name):
-    os.mkfifo(tmp_path / "0.pt")
-    refusal(tmp_path / "0.pt", name, tmp_path)
-    (tmp_path / "0.pt").unlink()
-    (tmp_path / "0.pt").mkdir()
-    refusal(tmp_path / "0.pt", name, tmp_path)
-    refusal("/dev/zero", name, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "file"),
     [

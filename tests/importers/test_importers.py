@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -143,6 +144,13 @@ def test_dumps_of_text_can_be_read_and_report_that_they_cannot_be_replayed(name,
     assert verify(tmp_path / "record").intact
     done = CliRunner().invoke(main, ["record", "show", str(tmp_path / "record"), "--sample", "1"])
     assert "fg" in done.output
+
+
+def test_a_file_of_the_current_folder_is_found_by_its_name_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row = {"input": "1 + 1 =", "output": "2", "score": 1.0, "step": 1}
+    (tmp_path / "1.jsonl").write_text(json.dumps(row))
+    assert import_record(Path("1.jsonl"), Path("record")).format == "verl-text"
 
 
 class Touch:

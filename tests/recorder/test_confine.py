@@ -1,6 +1,7 @@
 """The child that reads untrusted input: what it tries is refused by this kernel, or ends it."""
 
 import ctypes
+import math
 import mmap
 import os
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from recorder import confine
 from recorder.confine import GIB, Bounds, LimitReached, bounds_for, run_confined
 from recorder.landlock import LANDLOCK_CREATE
 
@@ -129,6 +131,14 @@ def test_time_is_limited():
     with pytest.raises(LimitReached, match=r"more than 0\.5 s of waiting, .*AREAL_DEBUG_TIME_S"):
         run_confined(lambda: time.sleep(60), replace(BOUNDS, wall_s=0.5))
     assert time.monotonic() - started_at < 20
+
+
+def test_a_lower_limit_of_the_shell_is_named(monkeypatch):
+    monkeypatch.setattr(confine, "cpu_allowed_s", lambda: math.ceil(time.process_time()) + 2)
+    with pytest.raises(
+        LimitReached, match=r"more than [01].* s of CPU time.*; set `ulimit -t` to allow more"
+    ):
+        run_confined(lambda: sum(range(10**9)), BOUNDS)
 
 
 def test_a_crash_is_one_sentence(capfd):

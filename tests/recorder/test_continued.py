@@ -4,14 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from recorder import (
-    RecordExists,
-    RecordingOptions,
-    RecordWriter,
-    commit_anchor,
-    open_record,
-    verify,
-)
+from recorder import RecordExists, RecordingOptions, RecordWriter, commit_anchor, open_record, verify
 from recorder.header import Gaps
 from recorder.resume import resume_record
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, send_step, start_facts, write_scripted_record

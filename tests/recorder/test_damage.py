@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recorder import (
-    DamagedRecord,
-    commit_anchor,
-    open_record,
-    verify,
-)
+from recorder import DamagedRecord, commit_anchor, open_record, verify
 from recorder.testing import write_scripted_record
 
 

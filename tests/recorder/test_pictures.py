@@ -13,14 +13,7 @@ from recorder.documents import checksummed_bytes, parse_checksummed
 from recorder.header import write_header
 from recorder.pictures.shared import SharedPictures, write_pictures
 from recorder.resume import resume_record
-from recorder.testing import (
-    SCRIPTED_HEADER,
-    gatherers,
-    in_step,
-    scripted_batch,
-    send_step,
-    start_facts,
-)
+from recorder.testing import SCRIPTED_HEADER, gatherers, in_step, scripted_batch, send_step, start_facts
 from recorder.writer import RecordingOptions, RecordWriter
 from replayer.source import recorded_batch
 from tests.recorder.pictured import pictured_batch, png, with_pictures, write_pictured_record

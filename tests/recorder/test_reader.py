@@ -5,10 +5,7 @@ import sys
 
 import pytest
 
-from recorder import (
-    DamagedRecord,
-    open_record,
-)
+from recorder import DamagedRecord, open_record
 from recorder.testing import scripted_batch
 
 

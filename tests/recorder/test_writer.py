@@ -5,14 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recorder import (
-    RecordExists,
-    Recording,
-    RecordingOptions,
-    RecordWriter,
-    StepNotRecorded,
-    open_record,
-)
+from recorder import RecordExists, Recording, RecordingOptions, RecordWriter, StepNotRecorded, open_record
 from recorder.documents import checksum
 from recorder.header import write_header
 from recorder.testing import (

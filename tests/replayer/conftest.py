@@ -73,10 +73,7 @@ def train_and_record(folder, model, num_steps, edit=lambda batch, step: batch, *
     with PPOTrainer(
         config,
         source=lambda trainer: Rollouts(100, 4, 4, longest=16, seed=1),
-        observers=[
-            note_weights,
-            lambda trainer: recorder_of(trainer, folder / "record", options),
-        ],
+        observers=[note_weights, lambda trainer: recorder_of(trainer, folder / "record", options)],
         total_steps=num_steps,
         print_steps=False,
     ) as trainer:

@@ -6,10 +6,7 @@ import torch
 from areal_core.trainer.objective import PolicyObjective
 from replayer.invariance import LAYOUTS, assert_invariant, run_layouts
 
-BATCH = {
-    "input_ids": torch.arange(1, 33).reshape(8, 4),
-    "loss_mask": torch.ones(8, 4, dtype=torch.int32),
-}
+BATCH = {"input_ids": torch.arange(1, 33).reshape(8, 4), "loss_mask": torch.ones(8, 4, dtype=torch.int32)}
 
 
 def step_of(divide_again=False, mean_of_means=False):

@@ -64,11 +64,7 @@ def run(config, folder=None, edit=lambda batch: batch, plant=lambda trainer: Non
         observers.append(lambda trainer: recorder_of(trainer, folder, RecordingOptions(text=True)))
     source = Rollouts(edit)
     with PPOTrainer(
-        config,
-        source=lambda trainer: source,
-        observers=observers,
-        total_steps=num_steps,
-        print_steps=False,
+        config, source=lambda trainer: source, observers=observers, total_steps=num_steps, print_steps=False
     ) as trainer:
         trainer.train()
     return found

@@ -12,12 +12,7 @@ from recorder import open_record
 from recorder.testing import write_scripted_record
 from replayer.preflight import settings as checks
 from replayer.preflight.real_steps import run_steps, save_bits
-from replayer.preflight.repeats import (
-    compare_repeats,
-    measure_noise,
-    read_repeat,
-    write_repeat,
-)
+from replayer.preflight.repeats import compare_repeats, measure_noise, read_repeat, write_repeat
 
 GOOD = checks.Process(
     rank=0,

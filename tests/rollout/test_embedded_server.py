@@ -126,6 +126,23 @@ def test_tokens_come_with_the_models_logprobs_and_the_name_of_its_weights(query,
     assert set(versions_of(meta)) == {"default"}
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("top_k", 10**30), ("top_k", -7), ("sampling_seed", 2**80), ("temperature", float("nan")), ("top_p", 0)],
+)
+def test_a_number_out_of_range_is_refused_by_its_name(query, field, value):
+    body = {"input_ids": PROMPT, "sampling_params": {field: value}}
+    assert field in query("/generate", body, status=400)["message"]
+
+
+def test_the_smallest_temperature_is_greedy_and_fails_no_request_of_its_wave(query):
+    greedy, tiny = (
+        query("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3, "temperature": t}})
+        for t in (0, 1e-300)
+    )
+    assert greedy["output_ids"] == tiny["output_ids"]
+
+
 def test_an_aborting_pause_returns_the_tokens_so_far_and_holds_new_requests(query, gate, in_flight, embedded):
     gate.stop_at = 4
     first = in_flight()

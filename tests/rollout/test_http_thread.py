@@ -43,6 +43,16 @@ def test_requests_are_answered_until_it_is_closed_and_closing_again_does_nothing
     assert not served.thread.thread.is_alive()
 
 
+def test_a_request_that_is_no_http_is_refused_without_a_traceback_in_the_log(caplog):
+    served = HttpThread(application(), "served")
+    for request in (b"GET /answer HTTP/1.1\r\nContent-Length: -5\r\n\r\n", b"GET /" + b"a" * 9000 + b"\r\n"):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=5) as connection:
+            connection.sendall(request)
+            assert b" 400 Bad Request" in connection.recv(1000)
+    served.close()
+    assert "Error handling request" not in caplog.text
+
+
 def test_connections_that_arrive_while_it_closes_are_closed(caplog):
     served = HttpThread(application(), "served")
     served.thread.loop.call_soon_threadsafe(time.sleep, 0.1)  # connections and the close arrive in one turn

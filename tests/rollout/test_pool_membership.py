@@ -10,12 +10,7 @@ from aiohttp import web
 from areal_core.rollout.errors import RequestRefused, ServerDied
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.servers.client import FleetClient
-from areal_core.servers.discovery import (
-    Discovery,
-    FolderNames,
-    register_server,
-    wait_until_ready,
-)
+from areal_core.servers.discovery import Discovery, FolderNames, register_server, wait_until_ready
 from areal_core.servers.identity import run_model
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.router import SPARE_REQUESTS, Router

@@ -9,12 +9,7 @@ from torch import Tensor
 from areal_core.rollout.errors import WeightUpdateFailed
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.sglang import SGLANG
-from areal_core.servers.verification import (
-    ExpectedWeights,
-    WeightCheck,
-    sha256_of,
-    words_hash,
-)
+from areal_core.servers.verification import ExpectedWeights, WeightCheck, sha256_of, words_hash
 from areal_core.servers.weight_update import DiskUpdate
 from areal_core.servers.wire import HeldWeights
 

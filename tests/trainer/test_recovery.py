@@ -8,7 +8,7 @@ import pytest
 
 from areal_core.config import SFTConfig
 from areal_core.config.train_engine import OptimizerConfig
-from areal_core.engine.checkpoint.files import read_checkpoint
+from areal_core.engine.checkpoint.files import _checksum, read_checkpoint
 from areal_core.errors import CheckpointError
 from areal_core.trainer import checkpointing
 from areal_core.trainer.checkpointing import find_checkpoint
@@ -130,6 +130,32 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     assert f"skipping a checkpoint: {tensors} is missing or damaged" in caplog.text
     assert f"continuing at step 3 from {checkpoints() / 'step-000003'}" in caplog.text
     assert steps_logged() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("state", "step"), "3"),
+        (("state", "step"), -1),
+        (("state", "sources"), [{}]),
+        (("state", "timers"), []),
+        (("engines", "actor", "schedule"), 1e308),
+        (("engines", "actor", "folder"), 10**30),
+        (("rng",), [{}]),
+    ],
+)
+def test_a_state_of_another_type_is_one_sentence(train, checkpoints, keys, value):
+    train("auto")
+    for folder in checkpoints().iterdir():
+        document = json.loads((folder / "checkpoint.json").read_text())
+        inner = document["content"]
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = value
+        document["crc32c"] = _checksum(document["content"])
+        (folder / "checkpoint.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"use another one|has no complete checkpoint"):
+        train("resume")
 
 
 def test_fault_starts_from_the_beginning_and_continues_only_its_own_run(

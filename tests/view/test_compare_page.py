@@ -77,11 +77,7 @@ def test_tokens_are_aligned_and_the_first_that_differs_is_marked(page, folder, t
 
 @pytest.mark.parametrize(
     ("query", "wanted"),
-    [
-        ('"calculator"', "calculator"),
-        ("/calc[a-z]+r/", "calculator"),
-        ("NATALIA sold", "Natalia sold"),
-    ],
+    [('"calculator"', "calculator"), ("/calc[a-z]+r/", "calculator"), ("NATALIA sold", "Natalia sold")],
 )
 def test_search_finds_text_in_all_steps(page, folder, two, query, wanted):
     open_at(page, folder, "#step=2&compare=")

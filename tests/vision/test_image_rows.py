@@ -12,11 +12,7 @@ from areal_core.config import DatasetConfig
 from areal_core.data import get_dataset
 from areal_core.data.processor import VisionProcessor
 from areal_core.errors import DatasetError
-from areal_core.reward.functions import (
-    clevr_count_70k_reward_fn,
-    geometry3k_reward_fn,
-    reasoned_reward_fn,
-)
+from areal_core.reward.functions import clevr_count_70k_reward_fn, geometry3k_reward_fn, reasoned_reward_fn
 from areal_core.testing.tiny_vision import make_tiny_processor
 
 

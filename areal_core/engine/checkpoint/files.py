@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from crc32c import crc32c
 
 from areal_core.errors import CheckpointError
@@ -20,6 +21,15 @@ from areal_core.safety.durable import commit_file
 CHECKPOINT_FILE = "checkpoint.json"
 CHECKPOINT_FORMAT = 2
 BLOCK_BYTES = 1 << 24
+DAMAGED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    msgspec.MsgspecError,
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ def read_checkpoint_file(folder: str | Path) -> Checkpoint:
         raise CheckpointError(
             f"{file} has format {other}, this version reads formats up to {CHECKPOINT_FORMAT}: update areal-debug"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except DAMAGED as error:
         raise CheckpointError(f"{file} is damaged ({error}): use another one") from error
 
 
@@ -98,7 +108,7 @@ class _OtherFormat(Exception):
 
 
 def parse_checkpoint(data: bytes) -> Checkpoint:
-    """Parse checkpoint.json. Raises ValueError, KeyError or TypeError where it is damaged."""
+    """Parse checkpoint.json. Raises one of DAMAGED where it is."""
     parsed = json.loads(data)
     if (seen := parsed["format"]) == 1:
         return _first_format(parsed)
@@ -107,8 +117,7 @@ def parse_checkpoint(data: bytes) -> Checkpoint:
     content = parsed["content"]
     if (checksum := _checksum(content)) != parsed["crc32c"]:
         raise ValueError(f"its content has crc32c {checksum}, expected {parsed['crc32c']}")
-    engines = {name: SavedEngine(**engine) for name, engine in content["engines"].items()}
-    return Checkpoint(**{**content, "engines": engines})
+    return msgspec.convert(content, Checkpoint)
 
 
 def _first_format(parsed: dict[str, Any]) -> Checkpoint:

@@ -194,15 +194,6 @@ def test_a_tar_that_promises_a_huge_member_is_passed_over(tmp_path):
     assert "larger than" in notes[0]
 
 
-def test_a_pipe_in_a_folder_cannot_block_the_reader(tmp_path):
-    import os
-
-    os.mkfifo(tmp_path / "rank_0.txt")
-    notes: list[str] = []
-    assert list(members_of(tmp_path, notes)) == []
-    assert notes == ["rank_0.txt: not a regular file, skipped"]
-
-
 def test_a_pickle_with_a_giant_memo_index_uses_no_memory():
     reading = Reading()
     take(reading, "fr/rank_0.pickle", b"\x80\x02}r\xff\xff\xff\xff.")

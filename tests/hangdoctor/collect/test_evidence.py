@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 
 import pytest
 
@@ -29,6 +30,23 @@ def tool(tmp_path, monkeypatch):
 def test_gpus_are_read(tool):
     tool("nvidia-smi", NVIDIA_SMI)
     assert evidence.gpus() == [evidence.Gpu(0, 100.0, 121.5), evidence.Gpu(1, None, None)]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "sleep 60 & echo '0, 1, 2'; wait",  # killed, and a process that it started holds the pipe
+        "setsid sleep 60 & echo '0, 1, 2'",
+        "head -c 300000000 /dev/zero",
+        "echo 'x, 1, 2'; echo; echo '[Unknown Error], 3'",
+    ],
+)
+def test_a_helper_program_that_hangs_or_floods_is_left(tool, monkeypatch, program):
+    monkeypatch.setattr(evidence, "QUICK_S", 0.5)
+    tool("nvidia-smi", f"#!/bin/sh\n{program}\n")
+    started_at = time.monotonic()
+    assert evidence.gpus() == []
+    assert time.monotonic() - started_at < 10
 
 
 def test_ras_is_queried_by_its_tool_where_there_is_one(tool):
