@@ -26,8 +26,9 @@ from hangdoctor import heartbeat
 from recorder import Recording, RecordingOptions, RecordWriter, Retention, open_record
 from recorder.storage import is_archive_name, staging_folder
 from replayer.anchors import AnchorPolicy, AnchorTaker
+from replayer.errors import ReplayError
 from replayer.preconditions import step_range
-from replayer.request import Request, without_side_effects
+from replayer.request import CONFIGS, Request, without_side_effects
 from replayer.run import replay_hooks
 
 if TYPE_CHECKING:
@@ -64,7 +65,13 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
     hooks: dict[str, Any] = {"observers": []}
     if config.debug.replay_rollout_data:
         config = without_side_effects(config)
-        request = Request(config.debug.path, *step_range(open_record(config.debug.path), None, None))
+        record = open_record(config.debug.path)
+        if not isinstance(config, method := CONFIGS[record.header.method]):
+            raise ReplayError(
+                f"{record.path} is a record of {method.__name__}, and the script trains by {type(config).__name__}: "
+                "give the script of that run, or use `areal-debug replay`"
+            )
+        request = Request(config.debug.path, *step_range(record, None, None))
         hooks = replay_hooks(request, [partial(replay_reporter, make_recorder=recorder_of)])
     elif config.debug.dump_rollout_data:
         hooks["observers"] += [make_recorder, make_seam_check]

@@ -6,6 +6,7 @@ record has no plans, so that nothing can be checked against bits.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -172,6 +173,8 @@ def check_edits(record: Record, request: Request) -> None:
     """
     if request.reward is not None:
         check_is_policy(record, "--reward")
+    if re.search(r"\b(reward|logprobs|versions|finish_reason)\b", request.row_filter or ""):
+        check_is_policy(record, f"--filter {request.row_filter!r}")
     if record.header.method in PAIRED and (request.row_filter or request.edit):
         raise ReplayError(
             f"{record.path} is a record of {record.header.method}, whose rows are pairs: they can be replayed, not filtered or edited"

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import sys
 import tomllib
+import traceback
 from collections.abc import Iterator
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -42,6 +43,11 @@ def import_object(path: str, what: str, raised: type[ValueError] = ConfigError) 
         module = import_file(place) if place.endswith(".py") else importlib.import_module(place)
     except ImportError as error:
         raise raised(f"{what} {path!r}: {place} cannot be imported: {error}{hint_for(path)}") from error
+    except Exception as error:  # of the user's code, which runs as it is imported
+        frames, stem = traceback.extract_tb(error.__traceback__), Path(place).stem.rpartition(".")[2]
+        at = [frame for frame in frames if Path(frame.filename).stem == stem][-1:] or frames[-1:]
+        said = f"{type(error).__name__}: {error} ({Path(at[0].filename).name}:{at[0].lineno})"
+        raise raised(f"{what} {path!r}: {place} cannot be imported: it raised {said}") from error
     if name not in vars(module):
         names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         raise raised(

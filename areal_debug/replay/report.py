@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from areal_core.telemetry.loggers import summary_columns
+from areal_core.telemetry.loggers import GRAD_NORM, LOSS, summary_columns
 from areal_debug.diff.report import describe, format_value, tables_of
 from areal_debug.render import count, format_number, note, sparkline, styled
 from areal_debug.replay.ranks import SUMMATIONS
@@ -49,8 +49,10 @@ EXPLAIN_HEADINGS = (
 # Listed first; the rest follows by how much it changed.
 FIRST_STATISTICS = (
     "ppo_actor/task_reward/avg",
-    "ppo_actor/update/loss",
-    "ppo_actor/update/grad_norm",
+    *LOSS,
+    *GRAD_NORM,
+    "dpo/reward_accuracy/avg",
+    "rw/correct_ratio/avg",
     "ppo_actor/update/entropy/avg",
     "ppo_actor/update/clip_ratio/avg",
     "ppo_actor/update/importance_weight/avg",

@@ -257,8 +257,10 @@ def model(model: str, dtype: str, allocation: str, as_json: bool) -> None:
     cannot be loaded or split.
     """
     from areal_core.config.allocation import parse_allocation
+    from areal_debug.installation import require
     from areal_debug.report.terminal import print_answer
 
+    require("transformers")
     train = parse_allocation(allocation).train
     if train is None:
         raise ValueError(f"--allocation {allocation!r} has no training part: give one such as fsdp:d2")

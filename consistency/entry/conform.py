@@ -8,6 +8,8 @@ meanwhile; the last check sends those of the model's folder back, also after an 
 """
 
 import random
+import signal
+import sys
 import tempfile
 import time
 import tomllib
@@ -17,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
@@ -371,6 +374,8 @@ class Conformance:
         engine, names = self.engine, list[str]()
         if not engine.identity.serves_adapters:
             return Check("not offered", evidence="it was started without --enable-lora")
+        if find_spec("peft") is None:
+            return Check("undecided", evidence="adapters need peft here: pip install 'areal-debug[lora]'")
         known = {kind: self.known.whole(kind) for kind in (BEFORE, *ADAPTED)}
         update = AdapterUpdate(engine.pool, engine.folder / "adapter", self.known.adapter, ADAPTER)
         try:
@@ -443,9 +448,12 @@ def conform(address: str, model: str, report: Callable[[Check], None]) -> Result
                 f"{found.distances[BEFORE]:.2g} nats away on average, {level:g} is noise; give the --model that it serves"
             )
         known.set_apart(rows, APART * level)
+        # `timeout` and job schedulers send SIGTERM, which would leave the engine with other weights
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             run.all()
         finally:
+            signal.signal(signal.SIGTERM, before)
             run.holds = known.whole(BEFORE)  # it is sent by the check itself
             run.run("weights at the end", run.restore)
             engine.broadcast.close()

@@ -269,6 +269,8 @@ def read_columns(
         wanted.add("cu_seqlens")
     if "prompt" in sources:
         wanted |= {"prompt_length", "loss_mask"}
+    if layout.from_elsewhere and "logprobs" in wanted:
+        wanted.add("loss_mask")
     batch = step.batch(rank, wanted & entry.tensors.keys()) if wanted else {}
     learning = read_learning(step, rank, fields, batch) if "learning" in sources else {}
     texts = step.text(rank) if "text" in sources and has_file(step, "text", rank, "jsonl") else None
@@ -290,6 +292,9 @@ def read_columns(
         if column is None:
             column = absent(field, entry.num_rows)
         elif layout.from_elsewhere and (field.source == "learning" or field.key in batch.keys() - WHOLE):
+            if field.key == "logprobs":  # FORMAT.md: a 0 outside of the mask is unknown
+                given = (batch["loss_mask"] != 0) | (column.values != 0)
+                column = replace(column, known_values=given)
             column = without_placeholders(column)
         columns[field.name] = column
     return columns

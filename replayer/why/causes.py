@@ -8,6 +8,7 @@ A candidate acts on the stage that differs or before it, and is on its own what 
 both. `areal_debug.replay.ranks` runs steps again where several remain.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +52,16 @@ WORDS = {
     "rows": ("episodes", "workflow", "agent", "batch"),
 }
 HARDWARE = ("cpu", "platform", "num_cores", "torch.gpus", "torch.gpu_driver")
+
+
+# Last parts of names of options of other trainers.
+NO_NUMBER = re.compile(
+    r"(?i)log(ging)?_?(dir|steps|freq|level)?|output_?dir|save_\w+|run_?name|report_to|wandb\w*|project(_name)?|"
+    r"(experiment|trial)(_name)?|(dataloader_)?num_workers|hub_\w+|push_to_hub"
+)
+OF_OPTIMIZER = re.compile(
+    r"(?i)lr|learning_rate|weight_decay|adam_\w+|betas?\d?|max_grad_norm|(grad|clip)_(clip|grad)\w*|warmup\w*|lr_\w+|optim\w*"
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +146,7 @@ def settings_of(case: Case) -> list[Setting]:
 def option_acts(case: Case, item: Difference) -> tuple[bool, str]:
     stage, option = case.first.stage, item.where
     if case.left.header.trainer is not None:
-        return True, f"where an option of {case.left.header.trainer} acts is not known"
+        return option_of_others_acts(case, option.rpartition(".")[2])
     for record, value in ((case.left, item.current), (case.right, item.recorded)):
         if is_new_option_at_default(option, value, record.header.config):
             return False, "is at its default, and unknown to the version of the other run"
@@ -150,6 +161,16 @@ def option_acts(case: Case, item: Difference) -> tuple[bool, str]:
     ):
         return False, f"does not act on {case.kind_of_batch}"
     return True, f"acts on the {acts}" + (" and after" if acts != stage else "")
+
+
+def option_of_others_acts(case: Case, name: str) -> tuple[bool, str]:
+    """Judge an option of another trainer by the last part of its name."""
+    if NO_NUMBER.fullmatch(name):
+        return False, "names files or services, and acts on no number"
+    is_first = case.step == case.left.steps[0]
+    if is_first and case.first.stage != "weights" and OF_OPTIMIZER.fullmatch(name):
+        return False, "acts later, from the weights on"
+    return True, f"where this option of {case.left.header.trainer} acts is not known"
 
 
 def environment_acts(case: Case, item: Difference) -> bool:
@@ -171,10 +192,13 @@ def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candi
     if len(acting) > 1:
         what = f"{listed([item.where for item in acting])} were set differently ({what})"
     distance = STAGES.index(stage) - STAGES.index(acts_from(nearest.where))
+    evidence = (
+        f"{listed([item.where for item in acting])} {'act' if len(acting) > 1 else 'acts'} on the {stage}"
+    )
     yield Candidate(
         Cause("config", what),
         distance,
-        f"{listed([item.where for item in acting])} {'act' if len(acting) > 1 else 'acts'} on the {stage}",
+        evidence if case.left.header.trainer is None else nearest.why,
         f"B, run again with {nearest.where}={shown_value(nearest.left)}, still differs from A there",
         next_of_config(case, overrides[0]),
         overrides,
@@ -392,12 +416,11 @@ def unknown_finding(case: Case, *evidence: str) -> Finding:
     """Return that nothing explains the difference."""
     stage = {"batch": "batch", "logprobs": "advantages"}.get(case.first.stage, case.first.stage)
     stage = {"gradient": "backward", "weights": "optimizer"}.get(stage, stage)
+    command = f"areal-debug goto {quote(case.left.path)} --step {case.step} --at {stage} --shell{code_of_user(case.left)}"
+    if case.left.header.trainer is not None:  # whose steps cannot be replayed
+        command = diff_command(case)
     return Finding(
-        UNKNOWN,
-        "low",
-        evidence,
-        "any setting, file or variable that is not the same in A and B",
-        f"areal-debug goto {quote(case.left.path)} --step {case.step} --at {stage} --shell{code_of_user(case.left)}",
+        UNKNOWN, "low", evidence, "any setting, file or variable that is not the same in A and B", command
     )
 
 

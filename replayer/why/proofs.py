@@ -24,6 +24,7 @@ from replayer.why.causes import (
     Note,
     bisected,
     data_finding,
+    diff_command,
     finding_of,
     replay_command,
     static_finding,
@@ -83,9 +84,10 @@ def option_finding(case: Case, candidate: Candidate, others: int, options: Optio
     alone = others == 0 and len(candidate.settings) <= 1
     run = options.replay
     if alone or run is None or not candidate.settings:
-        confidence: Confidence = (
-            "high" if alone else "medium" if candidate.distance == 0 or not others else "low"
-        )
+        is_likely = candidate.distance == 0 or not others
+        confidence: Confidence = "high" if alone else "medium" if is_likely else "low"
+        if case.left.header.trainer is not None and candidate.settings:  # where they act is not known
+            confidence = "medium" if alone else "low"
         return finding_of(candidate, confidence)
     options.note(f"replaying step {case.step} of A with {' '.join(candidate.settings)}")
     changed = run(case.left, case.step, candidate.settings)
@@ -190,8 +192,11 @@ def consistency_command(record: Record, step: int) -> str:
 def by_chance(case: Case, evidence: tuple[str, ...]) -> Finding:
     """Judge tokens that differ though neither engine is at fault."""
     header = case.left.header
-    command = consistency_command(case.left, case.step)
     refuted = "two more runs have equal tokens"
+    if header.trainer is not None:
+        what = "sampling draws other tokens in every run, or its seed, weights or code, which are not recorded, differ"
+        return Finding(Cause("nondeterminism", what), "low", evidence, refuted, diff_command(case))
+    command = consistency_command(case.left, case.step)
     rollout = header.config["rollout"] if isinstance(header.config.get("rollout"), dict) else {}
     if rollout.get("max_head_offpolicyness"):
         what = "rollouts are asynchronous: which weights sampled a token depends on the time"
@@ -209,7 +214,7 @@ def without_settings(case: Case, options: Options) -> Finding:
         found = engine_finding(case, options) or by_chance(case, ())
     if found is not None:
         return found
-    same = "options, model files, code and environment are the same, as far as they are recorded"
+    same = "no option, model file, code or variable that could act differs, as far as they are recorded"
     if options.replay is not None and is_replayable(case):
         return repeated(case, options).with_evidence(same)
     return by_size(case).with_evidence(same)

@@ -19,6 +19,7 @@ from replayer.errors import ReplayError
 from replayer.preconditions import check_values
 from replayer.request import replay_config
 from replayer.source import recorded_batch
+from replayer.why.chain import Options, explain
 
 from ..browser.chromium import browser_page
 
@@ -283,3 +284,24 @@ def test_a_record_without_a_step_is_not_called_intact(tmp_path):
         recorder.step(0, [{"prompt_tokens": [1]}])
     done = CliRunner().invoke(main, ["record", "verify", str(tmp_path / "r")])
     assert (done.exit_code, "holds no step" in done.stdout) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "loss", "cause", "confidence"),
+    [
+        ({"logdir": "b"}, 0.75, "unknown", "low"),  # a name of a file
+        ({"lr": 2.0}, 0.75, "unknown", "low"),  # acts after the loss of the first step
+        ({"eps": 0.3}, 0.75, "config", "medium"),  # where it acts is not known
+    ],
+)
+def test_an_option_of_another_trainer_is_no_sure_cause(tmp_path, changed, loss, cause, confidence):
+    config = {"logdir": "a", "lr": 1.0, "eps": 0.2}
+    for name, options, value in (("a", config, 0.5), ("b", config | changed, loss)):
+        with Recorder(tmp_path / name, config=options, trainer="mine") as recorder:
+            sample = {"prompt_tokens": [1, 2], "completion_tokens": [3], "logprobs": [-0.5], "reward": 1.0}
+            recorder.step(0, [sample], stats={"loss": value})
+    report = explain(open_record(tmp_path / "a"), open_record(tmp_path / "b"), Options(tmp_path)).to_dict()
+    assert (report["cause"]["kind"], report["confidence"]) == (cause, confidence)
+    assert "goto" not in report["next"]  # its steps cannot be replayed
+    table = open_record(tmp_path / "a").to_arrow(columns=["logprobs"]).to_pylist()
+    assert table == [{"logprobs": [None, None, -0.5]}]  # a prompt's log-prob is not known, and not 0

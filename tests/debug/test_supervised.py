@@ -78,7 +78,13 @@ def test_fine_tuning_is_recorded_and_replays_to_the_same_bits(record, replay, ar
     assert (code, report["result"], len(report["steps"])) == (0, "identical", 3)
     assert report["steps"][2]["num_compared"] > 30
     assert coverage_of(opened, DATA).verdict == "unknown"  # 24 of 40 rows, in another order than their own
-    for asked in (["--explain", "1"], ["--step", "1", "--layouts"], ["--reward", "a:b"]):
+    every = [
+        ["--explain", "1"],
+        ["--step", "1", "--layouts"],
+        ["--reward", "a:b"],
+        ["--filter", "reward > 0"],
+    ]
+    for asked in every:
         done = areal_debug("replay", folder, *asked)
         assert done.returncode == 2
         assert "is for policy optimisation, and" in done.stderr

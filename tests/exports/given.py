@@ -32,7 +32,7 @@ FULL_ROW = {
     "finish_reason": "length",
     "token_ids": [5, 6, 7, 8, 9],
     "loss_mask": [0, 0, 1, 0, 1],
-    "logprobs": [0.0, 0.0, -0.5, -9.0, -1.5],
+    "logprobs": [None, None, -0.5, -9.0, -1.5],
     "versions": [-1, -1, 3, -1, 3],
     "routed_experts": np.arange(20).reshape(5, 2, 2).tolist(),
     "scores.format": 0.5,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_core.errors import RewardError
 from areal_debug.reward.answers import Question, Setting, final_answer, mentions, question_of, same
 from areal_debug.reward.probe import probe
 
@@ -100,3 +101,12 @@ def test_expected_answers_are_found_and_compared():
     assert not mentions("it costs 10180 dollars", "1018")
     wrong = Setting((), ("B", "C")).wrong_for(Question({}, "p", "B", "B"))
     assert wrong == "C"
+
+
+def test_a_file_that_fails_as_it_is_imported_is_no_faulty_reward(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("import json\njson.loads('{bad')\n")
+    with pytest.raises(
+        RewardError, match=r"broken\.py cannot be imported: it raised JSONDecodeError: .*\(broken\.py:2\)"
+    ):
+        probe(f"{file}:reward", "data", [Question({}, "1 + 1", "2", "2")], 5.0)
