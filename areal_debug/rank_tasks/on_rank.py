@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from areal_debug.start_up import collect_garbage_rarely
-from areal_debug.streams import open_standard_streams
+from areal_debug.streams import guarded
 from areal_debug.train.script import mistakes_as_sentences
 
 if TYPE_CHECKING:
@@ -38,13 +38,16 @@ Report = dict[str, Any] | None
 def main(task: str, arguments: str) -> None:
     """Run a task on this rank. A user's error ends it with one sentence instead of a traceback."""
     collect_garbage_rarely()
-    open_standard_streams()
-    with mistakes_as_sentences():
-        report = TASKS[task](**json.loads(arguments))
-        if report is not None and is_first_rank():
-            from areal_debug.render import write_report
 
-            write_report(report)
+    def run() -> None:
+        with mistakes_as_sentences():
+            report = TASKS[task](**json.loads(arguments))
+            if report is not None and is_first_rank():
+                from areal_debug.render import write_report
+
+                write_report(report)
+
+    guarded(run)
 
 
 def replay_steps(**members: Any) -> Report:

@@ -103,10 +103,10 @@ def test_expected_answers_are_found_and_compared():
     assert wrong == "C"
 
 
-def test_a_file_that_fails_as_it_is_imported_is_no_faulty_reward(tmp_path):
-    file = tmp_path / "broken.py"
-    file.write_text("import json\njson.loads('{bad')\n")
+def test_a_file_that_fails_as_it_is_imported_is_no_faulty_reward(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("import json\njson.loads('{bad')\n")
     with pytest.raises(
         RewardError, match=r"broken\.py cannot be imported: it raised JSONDecodeError: .*\(broken\.py:2\)"
     ):
-        probe(f"{file}:reward", "data", [Question({}, "1 + 1", "2", "2")], 5.0)
+        probe("broken.py:reward", "data", [Question({}, "1 + 1", "2", "2")], 5.0)
