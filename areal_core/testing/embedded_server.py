@@ -337,22 +337,26 @@ class Adapters:
         if self._next is None:
             self._sampler.load((), version)
         else:
-            self._merged, merged = self._next
+            name, merged = self._next
             self._next = None
+            if version is not None:  # from the moment at which the server has this version
+                self._of_version[version] = name
             self._sampler.load((self.beneath | merged).items(), version, in_flight="abort")
+            self._merged = name
         self._of_version[self._sampler.version] = self._merged
 
     def check(self, name: str | None, versions: Collection[str] = ()) -> None:
         """Raise `BadRequest` unless the adapter is merged now, or was in all of `versions`."""
         if self._next is not None and self._next[0] == name:
             self.merge(None)
-        held = {self._of_version.get(version) for version in versions} or {self._merged}
+        held = {self._of_version.get(version) for version in versions or (self._sampler.version,)}
         if held != {name}:
             raise BadRequest(f"the request names the LoRA adapter {name}, and the server has {self._merged}")
 
     def forget(self) -> None:
         """Take the weights as they are: they were replaced."""
         self.beneath, self._merged, self._next = {}, None, None
+        self._of_version[self._sampler.version] = None
 
 
 class EmbeddedServer:
