@@ -25,8 +25,8 @@ from replayer.request import Request, Summation
 
 # trainer -> the call that replays its record by itself; {path!r} is the record
 THEIR_REPLAY = {"trl": "`areal_debug.trl.replay(trainer, {path!r})` replays it in TRL"}
+PAIRED = ("dpo", "rw")  # methods whose rows are pairs
 # values that training can do without -> what stands for those that are not known
-PAIRED = ("dpo", "rw")
 STAND_INS = {
     "versions": "a token of unknown version counts as sampled by the weights of its step",
     "finish_reason": "a row of unknown finish reason counts as stopped",

@@ -110,6 +110,7 @@ class SupervisedTrainer(ObservedRun, ABC):
         if self.only_evaluates:
             return
         self._make_observers, self._checkpoint = observers, checkpoint
+        self.device_identity = device_identity(self.ranks.device)
         self.actor = self._build_actor(config.actor.path)
         self.processor = self.actor.processor
         options = {"actor": config.actor}
@@ -236,7 +237,7 @@ class SupervisedTrainer(ObservedRun, ABC):
         self.version += 1
         stats = self.stats.export()
         plan = {"total_steps": self.total_steps, "minibatches": [followed]}
-        self._observe_step(step, plan | {"device": device_identity(self.ranks.device)}, stats)
+        self._observe_step(step, plan | {"device": self.device_identity}, stats)
         self.guard.check_weights(self.engines, f"after step {step}", step)
         self._observe("weights", step=step, version=self.version)
         return stats
