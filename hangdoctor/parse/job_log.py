@@ -167,23 +167,28 @@ def written_by(text: str, rank: int | None) -> Iterator[tuple[int | None, str]]:
     lines = text.replace("\r", "").split("\n")
     prefixes = [known.match(line) for line in lines]
     launched = zip(prefixes, lines, strict=True) if LAUNCHER.search(text) else ()
-    nodes = {number_before(m[0]) for m, line in launched if m and LAUNCHER.search(line)}
-    numbers = {number_before(m[0]) for m in prefixes if m}
+    nodes = {writer_in(m[0])[1] for m, line in launched if m and LAUNCHER.search(line)}
+    numbers = {writer_in(m[0])[1] for m in prefixes if m}
     nodes |= numbers if len(numbers) == 1 else set()
     for match, line in zip(prefixes, lines, strict=True):
         writer, rest = rank, line
         if match:
             rest = line[match.end() :].removeprefix(" ")
-            said = OF_RANK.search(match[0])
-            number = number_before(match[0])
-            if said:
-                writer = int(said[1] or said[2])
+            said, number = writer_in(match[0])
+            if said is not None:
+                writer = said
             elif number is not None and number not in nodes and rank is None:
                 writer = number
         yield writer, rest
 
 
 @lru_cache(maxsize=4096)
+def writer_in(prefix: str) -> tuple[int | None, int | None]:
+    """Return the number behind a word for ranks in a prefix, and that of the task."""
+    said = OF_RANK.search(prefix)
+    return (int(said[1] or said[2]) if said else None), number_before(prefix)
+
+
 def number_before(prefix: str) -> int | None:
     """Return the number of the task, pod or container in a prefix: the last one, of the process."""
     if task := TASK.search(prefix):
@@ -364,7 +369,7 @@ def read_messages(job: JobLog, lines: Lines) -> None:
             job.named.setdefault(rank, f"it has enqueued {last} operations, others wait in number {wanted}")
         else:
             job.waited.add(rank)
-    for pattern in JOINED:
+    for pattern in JOINED if "joined" in text or "worker" in text else ():
         for match in pattern.finditer(text):
             job.joined = max(job.joined or (0, 0), (int(match["joined"]), int(match["world"])))
     stopped = STOPPED.search(text)

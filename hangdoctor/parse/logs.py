@@ -22,25 +22,37 @@ WATCHDOG = message("logs", "watchdog")
 PROGRESS = message("logs", "progress")
 TIME_OUTS = ("Watchdog caught collective operation timeout", "detected by watchdog at work", "blocking wait.")
 # A pager or a mail breaks the watchdog's line before these words.
-WRAPPED = re.compile(
-    r"[ \t]*\n\s*(?=WorkNCCL\(|by watchdog at work:|(?:last (?:enqueued|completed) (?:NCCL )?work:))"
-)
+WRAPPED = re.compile(r"WorkNCCL\(|by watchdog at work:|last (?:enqueued|completed) (?:NCCL )?work:")
 
 
 def parse_log(name: str, rank: int | None, text: str) -> LogTail:
     """Return the lines of a log that matter, and its last five."""
     if has_timeouts(text):
-        text = WRAPPED.sub(" ", text)
+        text = unwrapped(text)
     lines = [line[:1000] for line in text.split("\n") if line.strip()]
-    from_end = (line for line in reversed(lines[:-5]) if matters(line.translate(ZEROS)))
-    relevant = [*islice(from_end, MAX_LINES)][::-1]
+    both = zip(reversed(lines[:-5]), reversed(shapes_of(lines[:-5])), strict=True)
+    relevant = [*islice((line for line, shape in both if matters(shape)), MAX_LINES)][::-1]
     return LogTail(name, rank, tuple(relevant + lines[-5:]))
 
 
+def unwrapped(text: str) -> str:
+    """Return a text whose lines do not break within a message of the watchdog."""
+    parts, end = list[str](), 0
+    for match in WRAPPED.finditer(text):
+        before, end = text[end : match.start()], match.start()
+        bare = before.rstrip()
+        parts.append(f"{bare} " if "\n" in before[len(bare) :] else before)
+    return "".join([*parts, text[end:]])
+
+
+def shapes_of(lines: list[str]) -> list[str]:
+    """Return lines with zeros for digits: in these most lines of a log differ."""
+    return "\n".join(lines).translate(ZEROS).split("\n") if lines else []
+
+
 @lru_cache(maxsize=4096)
-def matters(line: str) -> bool:
-    """Return whether a line matters; its digits are zeros, in which most lines differ."""
-    return RELEVANT.search(line) is not None
+def matters(shape: str) -> bool:
+    return RELEVANT.search(shape) is not None
 
 
 def has_timeouts(text: str) -> bool:

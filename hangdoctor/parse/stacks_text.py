@@ -14,7 +14,7 @@ from functools import lru_cache
 from hangdoctor.model import Frame
 from hangdoctor.parse.frame_lines import bare_name, frame_of, loose_frames
 from hangdoctor.parse.headings import GDB_ROW, PROCESS, OpenThread, Section, section_header, thread_header
-from hangdoctor.parse.logs import ZEROS
+from hangdoctor.parse.logs import shapes_of
 
 MAX_LINE = 4096
 MAX_FRAMES = 2000
@@ -34,6 +34,7 @@ CLOCK = re.compile(
     r"(?:\[?(?:INFO|ERROR|WARNING|DEBUG|CRITICAL)\]?:? ?)?(?:\[[\w.]+\]:? ?)?|"
     r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+?\] )"
 )
+CLOCKS = "[0123456789IWEF"  # what one begins with
 THREAD_ID = re.compile(r"^Thread (0x[0-9A-Fa-f]+|\d+) \(", re.M)
 INTERRUPT = re.compile(
     r"^(?:KeyboardInterrupt|torch\.distributed\.elastic\.\S*SignalException|SystemExit|.*got signal)\b"
@@ -114,11 +115,11 @@ def writer_of(match: re.Match[str]) -> int | str | None:
 
 
 @lru_cache(maxsize=4096)
-def is_prose(line: str, logged: bool) -> bool:
-    """Return whether a line, whose digits are zeros, can mean nothing but a refusal."""
-    of_tools = frame_of(line) or section_header(line, Section()) or thread_header(line)
-    of_people = not logged and (loose_frames(line) or bare_name(line) or INLINE.match(line))
-    return not (of_tools or of_people or INTERRUPT.match(line))
+def is_prose(shape: str, logged: bool) -> bool:
+    """Return whether a line of this shape can mean nothing but a refusal."""
+    of_tools = frame_of(shape) or section_header(shape, Section()) or thread_header(shape)
+    of_people = not logged and (loose_frames(shape) or bare_name(shape) or INLINE.match(shape))
+    return not (of_tools or of_people or INTERRUPT.match(shape))
 
 
 class Reader:
@@ -161,7 +162,7 @@ class Reader:
         if len(self.thread.frames) < MAX_FRAMES:
             self.thread.frames += frames
 
-    def line(self, line: str, logged: bool) -> None:
+    def line(self, line: str, shape: str, logged: bool) -> None:
         """Read one line without spaces around it; what a logger wrote is no frame of a person."""
         if not line:
             if self.thread is not None and self.thread.tentative:
@@ -172,7 +173,7 @@ class Reader:
         if ("LWP" in line or "(process" in line) and (row := GDB_ROW.match(line)):
             self.row(row)
             return
-        if line[-1] != ")" and is_prose(line.translate(ZEROS), logged) and not self.refused(line):
+        if line[-1] != ")" and is_prose(shape, logged) and not self.refused(line):
             return
         frame = frame_of(line)
         if frame is not None:
@@ -234,10 +235,10 @@ class Reader:
 
 def read_sections(lines: list[str]) -> list[Section]:
     reader = Reader()
-    for raw in lines:
-        stripped = raw.strip()
-        line = CLOCK.sub("", stripped) if stripped[:1] in "[0123456789IWEF" else stripped
-        reader.line(line, logged=line != stripped)
+    stripped = [line.strip() for line in lines]
+    bare = [CLOCK.sub("", line) if line[:1] in CLOCKS else line for line in stripped]
+    for line, shape, raw in zip(bare, shapes_of(bare), stripped, strict=True):
+        reader.line(line, shape, logged=line != raw)
     reader.close()
     found = [section for section in reader.sections if section.threads or section.message]
     return found[1:] if len(found) > 1 and is_rest(found[0]) and all(s.pid for s in found[1:]) else found
