@@ -32,7 +32,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
     _place_kernel_tensors,
     finalize_layerwise_reload,
     get_layerwise_info,
@@ -42,6 +45,9 @@ from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
+
+# Of layers that use their weights as they were loaded.
+PLAIN = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 @dataclass
@@ -96,7 +102,8 @@ class GroupTransfer(WeightTransferEngine[GroupInfo, BucketInfo]):  # type: ignor
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Receive and load the tensors of a bucket, one after another.
 
-        After a failure it leaves the group, so that the trainer does not wait in it for a time-out.
+        After a failure it leaves the group, so that the trainer does not wait in it for a time-out, and
+        what is not complete keeps its old weights.
         """
         bucket = zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
         try:
@@ -106,9 +113,11 @@ class GroupTransfer(WeightTransferEngine[GroupInfo, BucketInfo]):  # type: ignor
                 self.model.load_weights([(name, tensor)])
         except BaseException:
             self.shutdown()
+            forget_interrupted_load(self.model)
             raise
 
     def finish_weight_update(self) -> None:
+        keep_what_was_not_sent(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -137,6 +146,27 @@ def forget_interrupted_load(model: torch.nn.Module) -> None:
         if info.can_load():
             _place_kernel_tensors(layer, info)
             info.reset()
+
+
+def keep_what_was_not_sent(model: torch.nn.Module) -> None:
+    """Load what arrived of a layer into its old weights, where a part of them did not arrive.
+
+    An update may have `q_proj` and not `k_proj`, which vLLM fuses: it would take memory without values
+    for the rest. Layers whose weights are changed after loading, such as quantised ones and
+    experts, are left to vLLM: an update must have all of one.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        method = type(getattr(layer, "quant_method", None))
+        if method not in PLAIN or not info.can_load() or not 0 < info.load_numel < info.load_numel_total:
+            continue
+        arrived = info.loaded_weights
+        _place_kernel_tensors(layer, info)
+        info.reset()
+        for name, arguments in arrived:
+            parameter = getattr(layer, name)
+            arguments.arguments["param"] = parameter
+            _get_original_loader(parameter)(*arguments.args, **arguments.kwargs)
 
 
 def keep_plain_weights(layer: Any, remove_weight: bool) -> None:
