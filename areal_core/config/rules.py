@@ -315,6 +315,9 @@ RULES = (
 # fmt: on
 
 
+    Rule("actor.enable_delta_weight_update actor.weight_update_mode",
+         lambda c, m: c.actor.enable_delta_weight_update and c.actor.weight_update_mode != "xccl",
+         "only a broadcast leaves tensors out: set the first to false, or the second to xccl", config=PPOConfig),
 def broken_rules(config: BaseExperimentConfig, role: Role = "train") -> Iterator[str]:
     """Yield one sentence for each rule that a config breaks. Raises AllocationError."""
     for rule in RULES:

@@ -113,6 +113,14 @@ class TrainEngineConfig:
     nonfinite_skips: int | None = option(10, "Updates that may be skipped; empty: all.", limits=AT_LEAST_0)
     optimizer: OptimizerConfig | None = option(None, "Empty: the model is only evaluated.")
     weight_update_mode: str = option("xccl", "How weights reach servers.", ("xccl", "disk"))
+    enable_delta_weight_update: bool = option(
+        False, "Send only tensors that changed; the servers' checksums of all are compared each time."
+    )
+    weight_update_anchor_interval: int = option(
+        0,
+        "Deltas until all tensors are sent again; 0: only at the start and after a failure.",
+        limits=AT_LEAST_0,
+    )
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig, "Sharding and memory.")
     offload: bool = option(False, "Move the model to host memory while it is idle.")
     use_lora: bool = option(False, "Train a low-rank adapter instead of the weights.")

@@ -89,10 +89,13 @@ class ExpectedWeights:
             for part in parts_of(name):
                 self._holders.setdefault(bare(part), []).append(name)
 
+    def covers(self, name: str) -> bool:
+        return bare(name) in self._holders
+
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors and hash them; parts are kept until their parameter is complete."""
         for name, tensor in weights:
-            if bare(name) not in self._holders:
+            if not self.covers(name):
                 self.unheld.append(name)
                 yield name, tensor
                 continue
@@ -220,6 +223,10 @@ class WeightCheck:
             for _ in watched:
                 pass
 
+    def covers(self, name: str) -> bool:
+        """Return whether the comparison of this update shows a tensor that is sent by this name."""
+        return self._expected is not None and self._expected.covers(name)
+
     def compare(self, pool: ServerPool, version: int) -> None:
         """Raise `WeightsDiffer`, which names the tensors, if a server holds unexpected weights."""
         if self._expected is None:
@@ -257,8 +264,9 @@ class WeightCheck:
 
 
 def names_of(held: Iterable[HeldWeights]) -> Iterator[str]:
-    """Yield the names of all parameters, each once."""
-    yield from dict.fromkeys(name for weights in held for name in weights.checksums)
+    """Yield the names of all parameters whose checksums are those of whole tensors, each once."""
+    whole = (weights.checksums for weights in held if not weights.is_sharded)
+    yield from dict.fromkeys(name for checksums in whole for name in checksums)
 
 
 def describe(name: str) -> str:

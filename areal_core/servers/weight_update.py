@@ -59,6 +59,7 @@ from torch import Tensor
 from areal_core.engine.lora import Adapter, write_adapter
 from areal_core.rollout.errors import RequestRefused, ServerDied, WeightsDiffer, WeightUpdateFailed
 from areal_core.servers.client import adapter_name
+from areal_core.servers.delta import Delta
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.update_group import UpdateGroup
 from areal_core.servers.verification import WeightCheck
@@ -155,6 +156,7 @@ class BroadcastUpdate:
         timeout_s: maximum seconds to wait for the group to form, or for one bucket.
         check: selects the updates that are compared with the servers' weights.
         grace_s: seconds between the pause and the first tensor.
+        delta: leaves tensors out that the servers hold; `check` must then compare each update.
     """
 
     pool: ServerPool | None
@@ -165,6 +167,7 @@ class BroadcastUpdate:
     _: KW_ONLY
     check: WeightCheck = field(default_factory=lambda: WeightCheck(every=0))
     grace_s: float = 0.0
+    delta: Delta | None = None
     _group: UpdateGroup | None = field(default=None, init=False)
     _is_again: bool = field(default=False, init=False)  # another attempt at the same update
 
@@ -188,8 +191,13 @@ class BroadcastUpdate:
             pool.refresh(is_again=self._is_again)
             pool.pause()
             time.sleep(self.grace_s)
-            self._broadcast(pool, self.check.watch(weights, pool), version)
+            sent = self.check.watch(weights, pool)
+            if self.delta is not None:
+                sent = self.delta.changed(sent, pool, self.check.covers)
+            self._broadcast(pool, sent, version)
             self.check.compare(pool, version)
+            if self.delta is not None:
+                self.delta.commit(version, pool)
         except BaseException as error:
             if self._group is not None:
                 self._group.break_off()  # so that servers that wait in it get an error

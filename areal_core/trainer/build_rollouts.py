@@ -40,6 +40,7 @@ from areal_core.rollout.types import InferenceEngine
 from areal_core.rollout.vision_workflow import VisionRLVRWorkflow
 from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow, WrittenWorkflow
 from areal_core.servers.client import FleetClient
+from areal_core.servers.delta import Delta
 from areal_core.servers.discovery import Discovery, FolderNames, discover, wait_until_ready
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.server import Server, call
@@ -324,7 +325,9 @@ def build_pool(config: PPOConfig, servers: list[Server], discovery: Discovery) -
 
 
 def build_weight_update(config: PPOConfig, ranks: Ranks, pool: ServerPool | None) -> WeightUpdate:
-    check = WeightCheck(config.rollout.verify_weights_every)
+    has_deltas = config.actor.enable_delta_weight_update
+    check = WeightCheck(1 if has_deltas else config.rollout.verify_weights_every)
+    delta = Delta(config.actor.weight_update_anchor_interval) if has_deltas else None
     grace_s = config.rollout.pause_grace_period
     actor, folder = config.actor, run_folder(config, "checkpoints") / "weight_update"
     if serves_adapters(config):
@@ -336,7 +339,9 @@ def build_weight_update(config: PPOConfig, ranks: Ranks, pool: ServerPool | None
     assert rollout is not None
     backend = "nccl" if ranks.device.type == "cuda" else "gloo"
     ranks_per_server = rollout.world_size // rollout.data
-    return BroadcastUpdate(pool, backend, ranks_per_server=ranks_per_server, check=check, grace_s=grace_s)
+    return BroadcastUpdate(
+        pool, backend, ranks_per_server=ranks_per_server, check=check, grace_s=grace_s, delta=delta
+    )
 
 
 def build_disk_update(config: PPOConfig, pool: ServerPool | None) -> DiskUpdate:

@@ -85,6 +85,8 @@ def test_sound_config_passes_without_notes():
          ["ref.offload is False"]),
         ({"allocation_mode": "sglang:d2|fsdp:d2", **SHARED, "scheduler.type": "ray"}, ["scheduler.type is 'ray'", "local launcher"]),
         ({"allocation_mode": "sglang:d1|fsdp:d2", **SHARED}, ["1 of them for servers and 2 for ranks"]),
+        ({"actor.enable_delta_weight_update": True, "actor.weight_update_mode": "disk"},
+         ["actor.enable_delta_weight_update is True", "weight_update_mode is 'disk'", "to xccl"]),
         ({"actor.kl_ctl": 0.1}, ["actor.kl_ctl is 0.1", "ref is None"]),
         ({"actor.kl_loss_coef": 0.1}, ["actor.kl_loss_coef is 0.1", "ref is None", "set actor.kl_loss_coef=0"]),
         ({"actor.kl_loss_coef": 0.1, "ref": PPOActorConfig(temperature=0.5)}, ["ref.temperature is 0.5"]),

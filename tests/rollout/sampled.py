@@ -6,8 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from areal_core.rollout.errors import WeightUpdateFailed
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers.client import FleetClient
+from areal_core.servers.delta import Delta
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
@@ -15,6 +17,7 @@ from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
 
 TEMPERATURE = 0.8
 LENGTHS = [400, 500, 600, 700]  # unlike, so that a completion is under way at any time
+MAX_UPDATES = 20  # until one meets a completion
 
 
 def ask(servers, requests: list[ModelRequest], **options) -> list[ModelResponse]:
@@ -78,14 +81,19 @@ def check_interrupted_completions(pool, model, model_path, folder, mode: str, ve
     before = generate(pool, 1, 1, ignore_eos=True)[0].output_versions[0]
     interrupting = ServerPool(pool.servers, pool.wire, 60.0, pause_mode=mode)
     update = DiskUpdate(interrupting, folder / "update", model_path, check=WeightCheck(every=1))
-    client = FleetClient(pool.servers, pool.wire)
-    responses = sample_while(client, lambda: update.send(model.named_parameters(), version))
-    interrupting.close()
     assert before < version
-    assert {len(response.output_tokens) for response in responses} == set(LENGTHS)
-    assert {before, version} in [set(response.output_versions) for response in responses]
-    assert all(r.output_versions == sorted(r.output_versions) for r in responses)
-    assert_sampled_by(model, responses)
+    for _ in range(MAX_UPDATES):
+        client = FleetClient(pool.servers, pool.wire)
+        responses = sample_while(client, lambda: update.send(model.named_parameters(), version))
+        assert {len(response.output_tokens) for response in responses} == set(LENGTHS)
+        assert all(r.output_versions == sorted(r.output_versions) for r in responses)
+        assert_sampled_by(model, responses)
+        if {before, version} in [set(response.output_versions) for response in responses]:
+            break
+        update.send(model.named_parameters(), before)  # on a busy machine all may have ended before the pause
+    else:
+        pytest.fail(f"none of {MAX_UPDATES} updates met a completion that was under way")
+    interrupting.close()
 
 
 @torch.no_grad()
@@ -143,4 +151,55 @@ def check_updates_by_broadcast(pool, model, bucket_bytes):
         responses = generate(pool)
         assert_sampled_by(model, responses)
         assert {v for r in responses for v in r.output_versions} == {version}
+    update.leave()
+
+
+class SeenDelta(Delta):
+    """Keeps the names of what it sends."""
+
+    def changed(self, weights, pool, is_proved):
+        self.names = []
+        for name, tensor in super().changed(weights, pool, is_proved):
+            self.names.append(name)
+            yield name, tensor
+
+
+def check_updates_by_delta(pool, model, version):
+    """Check what six updates send and what the server samples from after each."""
+    delta = SeenDelta(anchor_interval=2)
+    update = BroadcastUpdate(pool, "gloo", check=WeightCheck(every=1), delta=delta)
+    names = [name for name, _ in model.named_parameters()]
+    some = [
+        "model.layers.0.self_attn.k_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+    ]  # parts of fused ones
+
+    def sent(version):
+        update.send(model.named_parameters(), version)
+        responses = generate(pool)
+        assert_sampled_by(model, responses)
+        assert {v for r in responses for v in r.output_versions} == {version}
+        return delta.names
+
+    def change(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for name in some:
+            weight = model.get_parameter(name).data
+            weight += torch.randn(weight.shape, generator=generator) * 0.05
+
+    perturb(model, version)
+    assert sent(version) == names
+    change(1)
+    assert sent(version + 1) == some
+    assert sent(version + 2) == names[-1:]  # nothing has changed, and the version comes with a tensor
+    assert sent(version + 3) == names  # two deltas have been sent
+    other = [(name, tensor.detach() + 0.1) for name, tensor in model.named_parameters() if name in some]
+    update.leave()
+    foreign = BroadcastUpdate(pool, "gloo")
+    foreign.send(other, version + 3)  # another program sends weights under the same version
+    foreign.leave()
+    with pytest.raises(WeightUpdateFailed, match=r"WeightsDiffer: .* 2 tensors, .*qkv_proj"):
+        update.send(model.named_parameters(), version + 4)
+    assert delta.names == names[-1:]
+    assert sent(version + 5) == names  # after a failure
     update.leave()

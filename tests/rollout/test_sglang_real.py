@@ -24,6 +24,7 @@ from .sampled import (
     check_stop_tokens,
     check_update_by_disk,
     check_updates_by_broadcast,
+    check_updates_by_delta,
     generate,
     perturb,
 )
@@ -74,6 +75,10 @@ def test_an_update_by_disk_changes_the_weights_and_the_version(pool, model, tiny
 
 def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
     check_updates_by_broadcast(pool, model, 100_000)
+
+
+def test_a_delta_has_the_changed_tensors_and_is_compared_as_a_whole(pool, model):
+    check_updates_by_delta(pool, model, 1)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from areal_core.servers.weight_update import BroadcastUpdate
 from areal_core.servers.wire import is_alive, weight_version
 from areal_core.testing import make_tiny_model
 from areal_debug.verbs.consistency import command as consistency
+from consistency.entry.conform import conform
 
 from ..rollout.sampled import (
     assert_sampled_by,
@@ -33,6 +34,7 @@ from ..rollout.sampled import (
     check_stop_tokens,
     check_update_by_disk,
     check_updates_by_broadcast,
+    check_updates_by_delta,
     generate,
     perturb,
 )
@@ -112,6 +114,16 @@ def test_the_server_is_judged_healthy_at_any_temperature(pool, model_path, tmp_p
     assert found["metrics"]["mean_abs"] < 1e-5
 
 
+def test_it_conforms_to_every_update_of_its_weights(pool, model_path):
+    found = conform(pool.servers[0].address, str(model_path), lambda check: None)
+    missing = {check.name: check.evidence for check in found.checks if check.verdict != "pass"}
+    assert missing == {
+        "sleep and wake": "a run of ours never lets vLLM sleep",
+        "LoRA adapter": "it was started without --enable-lora",
+    }
+    assert found.verdict == "conforms"
+
+
 def test_stop_tokens_end_a_completion_and_stay_in_it(pool):
     check_stop_tokens(pool)
 
@@ -122,6 +134,10 @@ def test_an_update_by_disk_changes_the_weights_and_the_version(pool, model, mode
 
 def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
     check_updates_by_broadcast(pool, model, 1_000_000)
+
+
+def test_a_delta_has_the_changed_tensors_and_is_compared_as_a_whole(pool, model):
+    check_updates_by_delta(pool, model, 1)
 
 
 @pytest.mark.parametrize(("mode", "version"), [("abort", 10), ("retract", 11), ("in_place", 12)])
