@@ -41,7 +41,7 @@ class Sequences:
     Per token [tokens]: `input_ids` int64, `sampled` bool (the model chose it), `engine_logprobs`
     float64 (read if sampled), `versions` int64. Per row [rows]: `prompt_id`, `worker`,
     `cached_tokens` int64; `images`, whose placeholders in `input_ids` are expanded: one for each
-    vision token. `experts` int16 [tokens, layers, top_k] are those that the engine chose. Columns
+    vision token. `experts` are those that the engine chose, as in `data.routed_experts`. Columns
     that were not recorded are None, as are images of text. `length_differences` holds logprobs
     minus ids of each excluded reply.
     """
@@ -56,7 +56,7 @@ class Sequences:
     cached_tokens: Ints | None = None
     length_differences: tuple[int, ...] = ()
     images: Images | None = None
-    experts: npt.NDArray[np.int16] | None = None
+    experts: npt.NDArray[np.int16 | np.int32] | None = None
 
     def __post_init__(self) -> None:
         num_tokens, num_rows = int(self.cu_seqlens[-1]), len(self.cu_seqlens) - 1

@@ -106,6 +106,9 @@ class InferenceEngineConfig:
     use_lora: bool = option(False, "Send servers the adapter; false: the merged weights.")
     agent: AgentConfig = section(AgentConfig, "Agents behind an OpenAI-compatible endpoint.")
     return_routed_experts: bool = option(False, "Train with the experts that the engine chose.")
+    return_routed_weights: bool = option(
+        False, "And with the engine's weights of them, as constants: the router is not trained."
+    )
     routing_strategy: str = option("round_robin", "Distribution of prompts over servers.", ("round_robin",))
     schedule_policy: str = option("round_robin", "Older name of routing_strategy.", ("round_robin",))
     scheduling_spec: Any = option(None, "Environment, command, cores, memory and image of the servers.")

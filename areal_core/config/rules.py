@@ -215,6 +215,12 @@ RULES = (
     Rule(f"{EXPERTS} allocation",
          lambda c, m: c.rollout.return_routed_experts and c.allocation.rollout_backend == "vllm",
          "the servers are vLLM's, which are not asked for experts: use sglang, or set it to false", config=PPOConfig),
+    Rule(f"rollout.return_routed_weights {EXPERTS}",
+         lambda c, m: c.rollout.return_routed_weights and not c.rollout.return_routed_experts,
+         "weights are of experts that are replayed: set the second to true", config=PPOConfig),
+    Rule("rollout.return_routed_weights allocation",
+         lambda c, m: c.rollout.return_routed_weights and c.allocation.rollout_backend in ("sglang", "vllm"),
+         "these servers report no weights of experts: use embedded|fsdp, or set the first to false", config=PPOConfig),
     Rule(f"{EXPERTS} actor.fsdp.compile", lambda c, m: c.rollout.return_routed_experts and c.actor.fsdp.compile,
          "compiled layers cannot replay experts: set one to false", config=PPOConfig),
     Rule(f"{EXPERTS} actor.enable_tree_training",
@@ -309,15 +315,15 @@ RULES = (
     Rule("rollout.pause_mode", lambda c, m: serves_adapters(c) and c.rollout.pause_mode != "abort",
          "servers are sent adapters; a request continues with the adapter that it started with, and only an aborted "
          "one uses the new adapter: set it to abort", config=PPOConfig),
+    Rule("actor.enable_delta_weight_update actor.weight_update_mode",
+         lambda c, m: c.actor.enable_delta_weight_update and c.actor.weight_update_mode != "xccl",
+         "only a broadcast leaves tensors out: set the first to false, or the second to xccl", config=PPOConfig),
     Rule("gconfig.lora_name", lambda c, m: serves_adapters(c) and (not c.gconfig.lora_name), "give the adapter a name",
          config=PPOConfig),
 )
 # fmt: on
 
 
-    Rule("actor.enable_delta_weight_update actor.weight_update_mode",
-         lambda c, m: c.actor.enable_delta_weight_update and c.actor.weight_update_mode != "xccl",
-         "only a broadcast leaves tensors out: set the first to false, or the second to xccl", config=PPOConfig),
 def broken_rules(config: BaseExperimentConfig, role: Role = "train") -> Iterator[str]:
     """Yield one sentence for each rule that a config breaks. Raises AllocationError."""
     for rule in RULES:

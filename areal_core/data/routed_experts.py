@@ -2,6 +2,9 @@
 
 `[B, T, layers, top_k]` int16. Position t holds the experts of token t as an input; of the last
 token of a row there are none, because no engine computes it. Layers without experts hold 0.
+
+With the weights by which the outputs of the experts are added, it is `[B, T, layers, 2 top_k]` int32:
+the experts, then the bits of their float32 weights. `UNKNOWN` are the bits of a NaN.
 """
 
 from dataclasses import dataclass
@@ -23,14 +26,15 @@ class RoutingSizes:
         """Raise ValueError unless an array, or a tensor, of integers holds choices in this model.
 
         Args:
-            chosen: [tokens, layers, top_k].
+            chosen: [tokens, layers, top_k], or 2 top_k with weights.
         """
         expected = (self.num_layers, self.top_k)
-        if chosen.shape[1:] != expected:
+        if chosen.shape[1:] not in (expected, (self.num_layers, 2 * self.top_k)):
             raise ValueError(
                 f"routed_experts are of {list(chosen.shape[1:])} layers and experts of a token, and the model "
                 f"has {list(expected)}: they were recorded with another model"
             )
+        chosen = chosen[..., : self.top_k]
         if len(chosen) and not UNKNOWN <= int(chosen.min()) <= int(chosen.max()) < self.num_experts:
             raise ValueError(
                 f"routed_experts go from {int(chosen.min())} to {int(chosen.max())}, and the model has "

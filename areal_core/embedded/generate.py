@@ -26,13 +26,13 @@ class RoutedCache(DynamicCache):
     """A cache that keeps the experts of its tokens, too.
 
     Attributes:
-        experts: int16 [B, cached tokens, layers, top_k]; None before the first tokens.
+        experts: as `routed_experts`, [B, cached tokens, layers, width]; None before the first tokens.
     """
 
     experts: Tensor | None = None  # on the CPU
 
     def add_experts(self, chosen: Tensor) -> None:
-        """Append the experts of new tokens, int16 [B, new tokens, layers, top_k]."""
+        """Append the experts of new tokens, [B, new tokens, layers, width]."""
         self.experts = chosen if self.experts is None else torch.cat([self.experts, chosen], dim=1)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -54,7 +54,7 @@ class RunningRows(Protocol):
         """Keep these rows only, int64 indices, which may repeat."""
 
     def experts_of(self, row: int) -> Tensor | None:
-        """Return the experts of the tokens of a row, int16 [tokens, layers, top_k], if kept."""
+        """Return the experts of the tokens of a row, [tokens, layers, width], if kept."""
 
     def close(self) -> None:
         """End all rows."""
@@ -84,7 +84,7 @@ class Reader(Protocol):
 class Completion:
     """The tokens sampled for one row; the stop token is the last one.
 
-    `experts`, int16 [tokens but the last, layers, top_k], are of prompt and completion; None where
+    `experts`, [tokens but the last, layers, width], are of prompt and completion; None where
     the forward pass keeps none.
     """
 

@@ -54,6 +54,7 @@ class Replica:
         dtype: of weights and compute; "auto" for the checkpoint's own.
         processor: of the pictures in prompts; None for a model of text.
         keeps_experts: keep the experts of each token in the cache; then no prefix is kept.
+        keeps_weights: and the weights of these experts.
         is_invariant: compute logits whose bits do not depend on the batch, its order or the prefix
             cache; a trainer with `attn_impl=batch_invariant` computes the same.
         prefix_cache_bytes: the most memory of prompts and completions that are kept to be read
@@ -72,6 +73,7 @@ class Replica:
         processor: VisionProcessor | None = None,
         *,
         keeps_experts: bool = False,
+        keeps_weights: bool = False,
         is_invariant: bool = False,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ) -> None:
@@ -85,7 +87,7 @@ class Replica:
             set_attention(model, "eager")
         pack_linear_layers(self.model)
         self.device = device
-        self._routers = Routers(model) if keeps_experts else None
+        self._routers = Routers(model, keeps_weights=keeps_weights) if keeps_experts else None
         if not is_invariant:
             self.require_parity()
         self._keeps_rows = not keeps_experts and attends_to_all(model) and self.rows_agree()

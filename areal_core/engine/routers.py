@@ -9,7 +9,7 @@ Engine and trainer compute router logits with other kernels. Where two experts a
 differently, and the log-prob of that token differs by much more than rounding (arXiv 2510.11370,
 rollout routing replay). With recorded choices the trainer uses the engine's experts; their weights
 come from the trainer's own logits, as the class of the router computes them, so that the router is
-trained as before.
+trained as before. With recorded weights these are constants, and the router has no gradient.
 """
 
 import re
@@ -45,9 +45,9 @@ def routing_sizes(config: PretrainedConfig) -> RoutingSizes:
     return RoutingSizes(text.num_hidden_layers, top_k, num_experts)
 
 
-def _refusal(family: str, reason: str) -> ModelError:
+def _refusal(family: str, reason: str, option: str = "return_routed_experts") -> ModelError:
     return ModelError(
-        f"rollout.return_routed_experts is true, and the experts of {family!r} models cannot be replayed, "
+        f"rollout.{option} is true, and the experts of {family!r} models cannot be replayed, "
         f"because {reason}: set it to false, or train a model of docs/algorithms.md"
     )
 
@@ -61,18 +61,21 @@ class Routers:
 
     Args:
         model: its routers' forwards are replaced; after tensor parallelism has split it.
+        keeps_weights: `choices` has the weights of the experts, too.
 
     Attributes:
         replayed: the choices for the tokens of the next forwards and of their backwards, int64
-            [tokens, layers, top_k], `UNKNOWN` where the router chooses itself; None for everywhere.
-        kept: the choices of the last forward, by layer: int64 [tokens, top_k].
+            [tokens, layers, top_k], or 2 top_k with weights, `UNKNOWN` where the router chooses
+            itself; None for everywhere.
+        kept: the choices of the last forward, by layer, as they are replayed.
 
     Raises:
         ModelError: it has no routers.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, keeps_weights: bool = False) -> None:
         self.sizes = routing_sizes(model.config)
+        self._keeps_weights = keeps_weights
         self._family = model.config.get_text_config().model_type
         self.replayed: Tensor | None = None
         self.kept: dict[int, Tensor] = {}
@@ -89,7 +92,7 @@ class Routers:
         """Set the choices for the tokens of the next forward.
 
         Args:
-            recorded: int16 [tokens, layers, top_k]; None lets the routers choose.
+            recorded: `routed_experts` of the tokens; None lets the routers choose.
 
         Raises:
             ValueError: they are of another model.
@@ -100,24 +103,46 @@ class Routers:
         self.replayed = recorded
 
     def choices(self) -> Tensor:
-        """Return the choices of the last forward, int16 [tokens, layers, top_k].
+        """Return `routed_experts` of the last forward, [tokens, layers, top_k or 2 top_k].
 
         They are 0 in layers without experts, as in SGLang's replies.
         """
-        num_tokens = len(next(iter(self.kept.values())))
-        found = torch.zeros(num_tokens, self.sizes.num_layers, self.sizes.top_k, dtype=torch.int16)
+        num_tokens, width = next(iter(self.kept.values())).shape
+        dtype = torch.int32 if self._keeps_weights else torch.int16
+        found = torch.zeros(num_tokens, self.sizes.num_layers, width, dtype=dtype)
         for layer, chosen in self.kept.items():
             found[:, layer] = chosen.to(found)
         return found
 
     def _route(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        choice = Choice(self.sizes, None if self.replayed is None else self.replayed[:, layer])
+        replayed, top_k = None if self.replayed is None else self.replayed[:, layer], self.sizes.top_k
+        choice = Choice(self.sizes, None if replayed is None else replayed[:, :top_k])
         with choice:
             output = forward(*args, **kwargs)
         if choice.chosen is None:
             raise _refusal(self._family, f"the router of layer {layer} has no single top-k over all experts")
         self.kept[layer] = choice.chosen
-        return output
+        has_weights = replayed is not None and replayed.shape[1] > top_k
+        if not (has_weights or self._keeps_weights):
+            return output
+        places = [i for i, found in enumerate(output) if is_weights(found, choice.chosen)]
+        if len(places) != 1:
+            reason = f"{len(places)} outputs of the router of layer {layer} look like weights, not one"
+            raise _refusal(self._family, reason, "return_routed_weights")
+        (place,) = places
+        weights = output[place]
+        if has_weights:
+            assert replayed is not None
+            given = replayed[:, top_k:].int().view(torch.float32).gather(1, choice.order).to(weights)
+            weights = torch.where(given.isnan(), weights, given)
+        bits = weights.detach().float().view(torch.int32)
+        self.kept[layer] = torch.cat([choice.chosen, bits.to(choice.chosen)], 1)
+        return (*output[:place], weights, *output[place + 1 :])
+
+
+def is_weights(output: Any, chosen: Tensor) -> bool:
+    """Whether an output of a router is the weights of the chosen experts."""
+    return isinstance(output, Tensor) and output.is_floating_point() and output.shape == chosen.shape
 
 
 class Choice(TorchFunctionMode):
@@ -128,6 +153,7 @@ class Choice(TorchFunctionMode):
 
     Attributes:
         chosen: int64 [tokens, top_k]; None until the router has chosen.
+        order: places among the replayed ones, int64 [tokens, top_k].
     """
 
     def __init__(self, sizes: RoutingSizes, replayed: Tensor | None) -> None:
@@ -135,6 +161,7 @@ class Choice(TorchFunctionMode):
         self.sizes = sizes
         self.replayed = replayed
         self.chosen: Tensor | None = None
+        self.order: Tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **kwargs or {})
@@ -148,6 +175,6 @@ class Choice(TorchFunctionMode):
             return found
         chosen = torch.where(self.replayed == UNKNOWN, own, self.replayed)
         # In the router's own order, so that its own experts change no bit.
-        order = scores.detach().gather(1, chosen).argsort(dim=1, descending=True, stable=True)
-        self.chosen = chosen.gather(1, order)
+        self.order = scores.detach().gather(1, chosen).argsort(dim=1, descending=True, stable=True)
+        self.chosen = chosen.gather(1, self.order)
         return torch.return_types.topk((scores.gather(1, self.chosen), self.chosen))

@@ -143,7 +143,7 @@ def episode_tensors(response: ModelResponse, reward: float) -> dict[str, Tensor]
         `input_ids`, `loss_mask` (1 on the completion) and `versions` (-1 on the prompt) int32,
         `attention_mask` bool and `logprobs` (0 on the prompt) float32, all [1, T]; `rewards`
         float32 and `finish_reason` int32 (0 stop, 1 length, 2 abort), both [1]. Of an engine that
-        returns them also `routed_experts` int16 [1, T, layers, top_k].
+        returns them also `routed_experts` [1, T, layers, width].
     """
     num_prompt, num_output = len(response.input_tokens), len(response.output_tokens)
 
@@ -163,7 +163,7 @@ def episode_tensors(response: ModelResponse, reward: float) -> dict[str, Tensor]
 
 
 def experts_of_row(turns: Sequence[ModelResponse]) -> dict[str, Tensor]:
-    """Return `routed_experts`, int16 [1, T, layers, top_k], of turns that each continue the last.
+    """Return `routed_experts`, [1, T, layers, width], of turns that each continue the last.
 
     A token has the experts of the turn that computed it first. Empty where the engine returns none.
     """
@@ -173,7 +173,7 @@ def experts_of_row(turns: Sequence[ModelResponse]) -> dict[str, Tensor]:
             return {}
         known.append(turn.routed_experts[sum(map(len, known)) :])
     num_tokens = len(turns[-1].input_tokens) + len(turns[-1].output_tokens)
-    chosen = np.full((1, num_tokens, *known[0].shape[1:]), UNKNOWN, np.int16)
+    chosen = np.full((1, num_tokens, *known[0].shape[1:]), UNKNOWN, known[0].dtype)
     chosen[0, : sum(map(len, known))] = np.concatenate(known)
     return {ROUTED_EXPERTS: torch.from_numpy(chosen)}
 

@@ -238,6 +238,7 @@ def build_embedded(
         ranks.device,
         processor,
         keeps_experts=config.rollout.return_routed_experts,
+        keeps_weights=config.rollout.return_routed_weights,
         is_invariant=config.actor.attn_impl == "batch_invariant",
     )
     engine = EmbeddedEngine(

@@ -35,6 +35,7 @@ NOISE_MARGIN = 1.6
 
 SETTLED_CONFIDENCE = 0.85
 LEAST_TO_WEIGH = 1e-5  # mean |D|; float32 kernels on CPUs differ by 1e-6
+EXPERTS = "the engine's experts"
 Diagnose = Callable[..., Diagnosis]  # diagnose(setting, alternatives=...)
 
 
@@ -298,7 +299,7 @@ def noise_of_engine(published: Noise, rescoring: Rescoring) -> Noise:
 
 
 def expert_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Alternative]:
-    """Score with the engine's experts (R42).
+    """Score with the engine's experts, and with its weights of them (R42).
 
     Nothing where they are not known or of another model, or rows are scored one at a time.
     """
@@ -307,12 +308,17 @@ def expert_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> 
     try:
         routers = Routers(scorer.model)
         routers.sizes.check(rows.experts)
-        replaying = replace(scorer, routers=routers)
-        logprobs = score_logprobs(replaying, rows, temperature=temperature)
+        replaying, top_k = replace(scorer, routers=routers), routers.sizes.top_k
+        alternatives = []
+        for name, width in ((EXPERTS, top_k), (f"{EXPERTS} and their weights", 2 * top_k)):
+            if width <= rows.experts.shape[-1]:
+                given = replace(rows, experts=rows.experts[..., :width])
+                found = score_logprobs(replaying, given, temperature=temperature)
+                alternatives.append(Alternative("R42", name, found))
     except (ModelError, ValueError):
         return []
     routers.replay(None, scorer.device)
-    return [Alternative("R42", "the engine's experts", logprobs)]
+    return alternatives
 
 
 ROWS_TO_TRY = 4

@@ -42,6 +42,7 @@ COPIED_NATS = 12.0  # once in 160,000 checks by chance
 TOKENS_AFTER_ONSET = 12  # positions after the window's end in which every sequence must be bad
 LARGEST_CHANCE = 0.05  # that no bad row is among the fresh ones
 SURE_MARGIN = 40.0  # nats over the next tensor
+MOST_LEFT = 0.5  # of the difference by the engine's experts alone, where the choice is the cause
 UNRELATED = 0.5  # confidence, below R33: where nothing is alike, the token id explains much of D, too
 VISION_WORDS = (".visual.", "vision_tower", "multi_modal_projector")
 VOCABULARY_WORDS = ("embed", "lm_head", "wte")
@@ -57,6 +58,8 @@ def from_replay(case: Case) -> Finding | None:
         return None
     p = found.prediction
     key = "R02" if p.cause == "R01" and applied_twice(case, p.parameter) else p.cause
+    if key == "R42" and left_by_experts(case)[1] > MOST_LEFT * case.mean_abs:
+        key = "R42.weights"
     fields: dict[str, Any] = {"name": p.name, "value": p.parameter, "replay": replay_evidence(found)}
     fields["temperature"] = case.setting.temperature
     if key in FIELDS:
@@ -106,6 +109,22 @@ def mispaired_fields(case: Case, p: Prediction) -> dict[str, Any]:
     return {"what": share if p.parameter else f"{p.name} explain the logprobs"}
 
 
+def left_by_experts(case: Case) -> list[float]:
+    """Return mean |D| of the live router, with the engine's experts, and with its weights if known."""
+    assert case.replays is not None
+    found = [p.logprobs for p in case.replays.predictions if p.cause == "R42"]
+    return [float(np.abs(case.replays.engine - values).mean()) for values in (case.replays.base, *found)]
+
+
+def expert_fields(case: Case, p: Prediction) -> dict[str, Any]:
+    names = ("the trainer's router", "the engine's experts", "the engine's experts and weights")
+    return {
+        "split": ", ".join(
+            f"{left:.2g} with {name}" for name, left in zip(names, left_by_experts(case), strict=False)
+        )
+    }
+
+
 FIELDS: dict[str, Callable[[Case, Prediction], dict[str, Any]]] = {
     "R01": temperature_fields,
     "R02": temperature_fields,
@@ -119,6 +138,8 @@ FIELDS: dict[str, Callable[[Case, Prediction], dict[str, Any]]] = {
     },
     "R09": lambda case, p: {"share": float(np.mean(case.scores.rank[case.scores.rank >= 0] == 0))},
     "R12": mispaired_fields,
+    "R42": expert_fields,
+    "R42.weights": expert_fields,
 }
 
 

@@ -1,6 +1,7 @@
 """An engine and a trainer whose routers differ: the engine's experts name the cause."""
 
 import asyncio
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -31,10 +32,9 @@ def folder(tmp_path_factory):
     return make_tiny_family(folder, "qwen3_moe", vocab_size=105, eos_token_id=1, **options)
 
 
-@pytest.fixture(scope="module")
-def rows(folder):
+def sampled_from(folder, **options):
     """Return what the embedded engine samples, with its experts."""
-    replica = Replica(str(folder), torch.float32, torch.device("cpu"), keeps_experts=True)
+    replica = Replica(str(folder), torch.float32, torch.device("cpu"), keeps_experts=True, **options)
     engine = EmbeddedEngine(replica, 105)
 
     async def work():
@@ -50,6 +50,11 @@ def rows(folder):
     last = [((0, 1), (0, 0), (0, 0))]
     experts = [np.pad(r.routed_experts, *last, constant_values=-1) for r in responses]
     return replace(packed, experts=np.concatenate(experts))
+
+
+@pytest.fixture(scope="module")
+def rows(folder):
+    return sampled_from(folder)
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +85,32 @@ def test_other_experts_are_named(rows, trained):
 
 def test_equal_routers_are_healthy(rows, folder):
     assert diagnosis(rows, folder).verdict == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("scale", "name"),
+    [
+        (None, "engine and trainer choose different experts"),  # other routers
+        (0.2, "engine and trainer weigh the same experts differently"),
+    ],
+)
+def test_the_mismatch_is_split_into_the_choice_of_experts_and_their_weights(tmp_path, scale, name):
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    folder = make_tiny_family(
+        tmp_path, "qwen3_moe", vocab_size=105, eos_token_id=1, norm_topk_prob=True, mlp_only_layers=[]
+    )
+    rows = sampled_from(folder, keeps_weights=True)
+    model = load_model(str(folder), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("mlp.gate.weight") and scale is None:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+            elif key.endswith("mlp.gate.weight"):
+                parameter.mul_(scale)
+    model.save_pretrained(tmp_path / "other")
+    make_tiny_tokenizer().save_pretrained(tmp_path / "other")
+    (cause, *_) = diagnosis(rows, tmp_path / "other").causes
+    assert (cause.id, cause.name) == ("R42", name)
+    live, ids, both = map(float, re.findall(r"([\d.e-]+) with the ", cause.evidence))
+    assert both < 1e-6 < ids < live

@@ -228,6 +228,14 @@ def test_options_that_agree_pass(changes):
             "rollout.return_routed_experts is True and the allocation vllm:d1+fsdp:d1; the servers are vLLM's",
         ),
         (
+            {"rollout.return_routed_weights": True, "allocation_mode": "embedded|fsdp:d1"},
+            "rollout.return_routed_weights is True and rollout.return_routed_experts is False; weights are of",
+        ),
+        (
+            {"rollout.return_routed_weights": True, "rollout.return_routed_experts": True},
+            "rollout.return_routed_weights is True and the allocation sglang:d1+fsdp:d2; these servers report no",
+        ),
+        (
             {"rollout.return_routed_experts": True, "actor.fsdp.compile": True},
             "rollout.return_routed_experts is True and actor.fsdp.compile is True",
         ),

@@ -15,6 +15,7 @@ from areal_core.engine.attention import PACKED
 from areal_core.engine.model import load_model
 from areal_core.engine.parity import depends_on_forward
 from areal_core.engine.routers import Routers, routing_sizes
+from areal_core.errors import ModelError
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.rollout.workflow import episode_tensors
 from areal_core.testing import make_tiny_family, step_with_gradients
@@ -134,6 +135,30 @@ def test_weights_come_from_the_trainers_router_which_is_trained(tmp_path):
     assert gate.weight.grad.abs().sum() > 0
 
 
+def test_recorded_weights_are_constants_and_the_router_is_not_trained(tmp_path):
+    router = load_model(
+        str(make_tiny_family(tmp_path, "qwen3_moe", norm_topk_prob=True)), dtype=torch.float32
+    )
+    routers, gate = Routers(router, keeps_weights=True), router.model.layers[1].mlp.gate
+    hidden = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    given = torch.tensor([0.125, 0.75]).view(torch.int32).tolist()  # of experts 3 and 1
+    unknown = [-1] * 4
+    recorded = torch.tensor([[unknown, [3, 1, *given]], [unknown, unknown]], dtype=torch.int32)
+    routers.replay(recorded, CPU)
+    logits, weights, chosen = gate(hidden)
+    assert dict(zip(chosen[0].tolist(), weights[0].tolist(), strict=True)) == {3: 0.125, 1: 0.75}
+    own = logits[1].softmax(-1).topk(2)
+    assert chosen[1].tolist() == own.indices.tolist()
+    torch.testing.assert_close(weights[1], own.values / own.values.sum())
+    kept = routers.kept[1][0].int()
+    assert dict(zip(kept[:2].tolist(), kept[2:].view(torch.float32).tolist(), strict=True)) == {
+        3: 0.125,
+        1: 0.75,
+    }
+    (weights[0, 0] * 2 + weights[1, 0] * 0).backward()
+    assert not gate.weight.grad.any()
+
+
 def test_experts_of_another_model_are_refused(ranks, model, sampled):
     engine = program.make_engine(ranks, model)
     batch = program.to_next_token(sampled[0])
@@ -179,6 +204,23 @@ def check_family(name: str, folder: Path) -> None:
     routers.replay(others, CPU)
     assert not torch.equal(program.logits(model, ids), own)
     assert torch.equal(routers.choices().sort(-1).values, others.sort(-1).values)
+    check_weights(load_model(str(folder), dtype=torch.float32, attn_implementation=kernel).eval(), ids, own)
+
+
+def check_weights(model, ids, own) -> None:
+    """Check that a model's own weights of its experts change nothing, and their halves do."""
+    routers = Routers(model, keeps_weights=True)
+    if model.config.get_text_config().model_type == "llama4_text":  # which weighs inputs, not outputs
+        with pytest.raises(ModelError, match=r"return_routed_weights is true, and .* 0 outputs of the router"):
+            program.logits(model, ids)
+        return
+    assert torch.equal(program.logits(model, ids), own)
+    chosen, top_k = routers.choices(), routers.sizes.top_k
+    routers.replay(chosen, CPU)
+    assert torch.equal(program.logits(model, ids), own)
+    chosen[..., top_k:] = (chosen[..., top_k:].view(torch.float32) / 2).view(torch.int32)
+    routers.replay(chosen, CPU)
+    assert not torch.equal(program.logits(model, ids), own)
 
 
 @pytest.mark.parametrize("name", QUICK)
