@@ -180,10 +180,9 @@ class Reader:
             weak = (not frame.line and not frame.native) or frame.file == "?"
             self.frames((frame,), loose=weak, ordered=not (line.startswith("File") and ", in " in line))
             return
-        section, opened = section_header(line, self.sections[-1]), thread_header(line)
-        if opened is not None:
+        if (opened := thread_header(line)) is not None:
             self.open(opened)
-        elif section is not None:
+        elif (section := section_header(line, self.sections[-1])) is not None:
             self.close()
             self.sections.append(section)
         elif self.thread is not None and self.thread.exception and INTERRUPT.match(line):

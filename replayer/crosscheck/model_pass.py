@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal_core.engine.routers import Routers
 from replayer.crosscheck.step_rows import Floats, StepRows, Update
 from replayer.crosscheck.twin import UNIT
 
@@ -20,15 +21,16 @@ NOISE_FACTOR = 4.0
 
 @dataclass(frozen=True)
 class ModelPass:
-    """A model in float64 and in float32."""
+    """A model in float64 and in float32; `routers` of each, where the run replayed its experts."""
 
     models: tuple[Any, Any]
+    routers: tuple[Routers, Routers] | tuple[None, None]
     temperature: float
 
     def logprobs(self, rows: StepRows) -> tuple[Floats, float]:
         """Return the log-probs of all rows, [N, T], and the noise of float32."""
         found = []
-        for model in self.models:
+        for model in (0, 1):
             matrix = np.zeros(rows.mask.shape)
             with torch.no_grad():
                 for row in range(len(matrix)):
@@ -41,27 +43,29 @@ class ModelPass:
     def norm(self, rows: StepRows, update: Update, gradient: Tensor) -> tuple[float, float]:
         """Return the norm of a gradient, given [n, T] by log-probs, and the noise of float32."""
         norms = []
-        for model in self.models:
+        for number_of_model, model in enumerate(self.models):
             model.zero_grad()
             for number, row in enumerate(update.rows.tolist()):
                 if gradient[number].any():
-                    logprobs = self.row(model, rows, row)
+                    logprobs = self.row(number_of_model, rows, row)
                     logprobs.backward(gradient[number, : len(logprobs)].to(logprobs.dtype))
             squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
             norms.append(float(torch.stack(squares).sum().sqrt()) if squares else 0.0)
         exact, rounded = norms
         return exact, NOISE_FACTOR * abs(exact - rounded) + exact * (2 * rows.noise + 64 * UNIT)
 
-    def row(self, model: Any, rows: StepRows, row: int) -> Tensor:
-        """Return the log-probs of a row's tokens but the first."""
+    def row(self, model: int, rows: StepRows, row: int) -> Tensor:
+        """Return the log-probs of a row's tokens but the first, of one of the models."""
         tokens = torch.from_numpy(rows.input_ids[row, : rows.lengths[row]])[None]
-        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1] / self.temperature
+        if (routers := self.routers[model]) is not None and rows.experts is not None:
+            routers.replay(torch.from_numpy(rows.experts[row, : rows.lengths[row]]), tokens.device)
+        logits = self.models[model](input_ids=tokens, use_cache=False).logits[0, :-1] / self.temperature
         chosen = logits.gather(1, tokens[0, 1:, None])[:, 0]
         logprobs: Tensor = chosen - logits.logsumexp(1)
         return logprobs
 
 
-def load_pass(path: str, temperature: float) -> ModelPass:
+def load_pass(path: str, temperature: float, *, replays_experts: bool = False) -> ModelPass:
     """Load a checkpoint in Hugging Face format. Raises OSError, ValueError as Transformers does."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -71,4 +75,7 @@ def load_pass(path: str, temperature: float) -> ModelPass:
         AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
         for dtype in (torch.float64, torch.float32)
     ]
-    return ModelPass((models[0], models[1]), temperature)
+    exact, rounded = models
+    exact.set_experts_implementation("eager")  # the grouped kernels have no float64
+    routers = (Routers(exact), Routers(rounded)) if replays_experts else (None, None)
+    return ModelPass((exact, rounded), routers, temperature)

@@ -689,4 +689,5 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
                 f"{path} is not the model that the step starts from: {', '.join(names[:3])} differ; "
                 "give the right one with --model"
             )
-    return load_pass(path, float(actor.get("temperature", 1.0))), ""
+    temperature = float(actor.get("temperature", 1.0))
+    return load_pass(path, temperature, replays_experts=rows.experts is not None), ""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from areal_core.data.routed_experts import ROUTED_EXPERTS
 from recorder import Record, RecordedStep, StepNotRecorded, open_record
 from recorder.confine import in_child
 from replayer.own_code import by_name
@@ -73,6 +74,7 @@ class StepRows:
             were recorded; nan where a value is not known.
         stats: over all ranks.
         noise: how far `current_logp` may be from the log-probs of the recorded run.
+        experts: `routed_experts` that the run computed with, [N, T, layers, width].
     """
 
     origin: Origin
@@ -88,6 +90,7 @@ class StepRows:
     updates: tuple[Update, ...]
     stats: dict[str, float]
     noise: float = 0.0
+    experts: npt.NDArray[Any] | None = None
 
     @property
     def groups(self) -> npt.NDArray[np.int64]:
@@ -118,7 +121,7 @@ def read_rows(record: Record, step: int | None) -> StepRows:
     present = np.arange(int(lengths.max(initial=1))) < lengths[:, None]
 
     def matrix(flat: list[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
-        padded = np.zeros(present.shape, dtype)
+        padded = np.zeros((*present.shape, *flat[0].shape[1:]), dtype)
         padded[present] = np.concatenate(flat)
         return padded
 
@@ -135,6 +138,7 @@ def read_rows(record: Record, step: int | None) -> StepRows:
     rank = np.concatenate([np.full(len(batch["rewards"]), rank) for rank, batch in enumerate(batches)])
     row = np.concatenate([np.arange(len(batch["rewards"])) for batch in batches])
     outcome = outcome_of(recorded)
+    experts = [batch[ROUTED_EXPERTS] for batch in batches if ROUTED_EXPERTS in batch]
     return StepRows(
         origin=origin_of(record, step, recorded.manifest.version),
         step=step,
@@ -149,6 +153,7 @@ def read_rows(record: Record, step: int | None) -> StepRows:
         | {name: matrix([tensors[name] for tensors in learning], np.float64) for name in names},
         updates=updates_of(recorded, rank, row, outcome),
         stats=outcome,
+        experts=matrix(experts, experts[0].dtype) if experts else None,
     )
 
 

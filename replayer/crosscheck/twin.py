@@ -371,7 +371,8 @@ def loss_inputs(
         noise=rows.noise,
         old=chosen(old_logprobs(rows, options)),
         rollout=given(rows.tensors["logprobs"]),
-        proximal=chosen(rows.tensors.get("prox_logp")),
+        # Where the model computed `current`, it is of the weights before the step.
+        proximal=chosen(rows.tensors.get("prox_logp", current if rows.noise else None)),
         reference=chosen(rows.tensors.get("ref_logp")),
         ranks=torch.from_numpy(rows.place[update.rows, 0]),
         policy_mask=torch.from_numpy(policy_mask),

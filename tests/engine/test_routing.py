@@ -211,7 +211,9 @@ def check_weights(model, ids, own) -> None:
     """Check that a model's own weights of its experts change nothing, and their halves do."""
     routers = Routers(model, keeps_weights=True)
     if model.config.get_text_config().model_type == "llama4_text":  # which weighs inputs, not outputs
-        with pytest.raises(ModelError, match=r"return_routed_weights is true, and .* 0 outputs of the router"):
+        with pytest.raises(
+            ModelError, match=r"return_routed_weights is true, and .* 0 outputs of the router"
+        ):
             program.logits(model, ids)
         return
     assert torch.equal(program.logits(model, ids), own)

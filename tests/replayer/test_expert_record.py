@@ -1,8 +1,12 @@
 """A recorded run that computed with given experts and their weights, and its replay to the bit."""
 
+from dataclasses import replace
+
 import torch
 
 from areal_core.testing import make_tiny_family
+from replayer.crosscheck.opinions import crosscheck
+from replayer.crosscheck.step_rows import from_json, read_rows, to_json
 from replayer.goto import goto
 
 TOP_K, NUM_EXPERTS, NUM_LAYERS = 2, 4, 2
@@ -28,6 +32,12 @@ def test_a_run_with_given_experts_and_weights_replays_to_the_same_bits(record_ru
     assert run.record.step(1).batch(0)["routed_experts"].dtype == "int32"
     other = record_run(tmp_path / "other", model, 2)
     assert other.weights[1] != run.weights[1]
+    rows = from_json(to_json(read_rows(run.record, 0)))
+    (found,) = crosscheck(rows, ("float64",)).opinions
+    stages = {stage.stage: stage.verdict for stage in found.stages}
+    assert [stages[name] for name in ("loss", "gradient")] == ["equal", "equal"]
+    (found,) = crosscheck(replace(rows, experts=None), ("float64",)).opinions  # by the model's own experts
+    assert {stage.stage: stage.verdict for stage in found.stages}["loss"] == "differs"
     seen = []
     report = goto(run.path, 1, lambda scene: seen.append(weights_of(scene.trainer)))
     assert seen == [run.weights[1]]
