@@ -453,6 +453,10 @@ def starts(folder: Path) -> Iterator[tuple[str, Cost]]:
     from benchmarks.startup import prepare
 
     yield "import torch", measured(["-c", "import torch"])
+    yield (
+        "import torch and a model of Transformers",
+        measured(["-c", "from transformers import LlamaForCausalLM"]),
+    )
     for name, command in prepare(folder).items():
         if name in ("replay", "consistency", "crosscheck", "pytest, 3 tests"):
             yield name, measured(command, folder=folder, PYTHONPATH=str(ROOT))
