@@ -61,10 +61,14 @@ class ModelError(EngineError):
     """A model that cannot be loaded or sharded."""
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text that is not empty, else its type."""
+    return next(filter(str.strip, str(error).splitlines()), type(error).__name__).strip()
+
+
 def load_failure(path: str, error: Exception) -> ModelError:
     where = "is not a folder here" if not Path(path).is_dir() else "could not be loaded by Transformers"
-    reason = next(filter(str.strip, str(error).splitlines()), type(error).__name__)
-    return ModelError(f"cannot load the model: {path!r} {where} ({reason.strip()})")
+    return ModelError(f"cannot load the model: {path!r} {where} ({first_line(error)})")
 
 
 class RanksError(EngineError):

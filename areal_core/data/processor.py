@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.data.images import decode, image_hash
-from areal_core.errors import ImageError, ModelError, load_failure
+from areal_core.errors import ImageError, ModelError, first_line, load_failure
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -197,9 +197,8 @@ def load_processor(path: str) -> VisionProcessor:
     try:
         processor = AutoProcessor.from_pretrained(path)
     except (ImportError, RuntimeError) as error:  # a torchvision of another build is a RuntimeError
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
-            f"cannot load the processor of {path!r} ({reason}): pip install torchvision, of the build of torch"
+            f"cannot load the processor of {path!r} ({first_line(error)}): pip install torchvision, of the build of torch"
         ) from error
     except (OSError, ValueError) as error:
         if not Path(path).is_dir():

@@ -47,7 +47,7 @@ from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.engine.trees.check import share_prefixes
 from areal_core.engine.vision_models import freeze_tower, vision_family
-from areal_core.errors import ConfigError, ModelError, load_failure
+from areal_core.errors import ConfigError, ModelError, first_line, load_failure
 from areal_core.paths import make_run_folders, run_folder
 from areal_core.safety.durable import commit_file
 from areal_core.safety.printable import PrintableFormatter
@@ -118,8 +118,7 @@ def load_tokenizer_at(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # of any type, see `load_model`
-        reason = next(filter(str.strip, str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"cannot load the tokenizer at {path!r}: {reason}") from error
+        raise ModelError(f"cannot load the tokenizer at {path!r}: {first_line(error)}") from error
 
 
 def load_processor_of(config: AnyConfig) -> VisionProcessor | None:

@@ -49,6 +49,7 @@ def mistakes_as_sentences() -> Iterator[None]:
         MiscomputedError,
         NonFiniteError,
         RewardError,
+        first_line,
     )
     from areal_core.rollout import errors as rollout
     from areal_core.safety.durable import ADVICE, os_error_of, sentence_of
@@ -62,6 +63,10 @@ def mistakes_as_sentences() -> Iterator[None]:
     except (DamagedRecord, CheckpointNotWritten) as error:
         end(f"Error: {error}", 1)
     except OSError as error:
+        if type(error.__cause__).__module__.startswith("huggingface_hub"):
+            end(
+                f"Error: a model or tokenizer is neither a folder here nor on the hub: {first_line(error)}", 2
+            )
         if error.errno not in ADVICE:
             raise
         end(f"Error: {sentence_of(error)}", 1)  # another attempt may find a disk with space

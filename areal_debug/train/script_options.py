@@ -154,6 +154,21 @@ def check_imports(script: Path) -> None:
         )
 
 
+def check_model_folders(config: PPOConfig) -> None:
+    """Raise ConfigError for a model that is not in a folder which is here: no name on the hub."""
+    models = {
+        name: getattr(config, name, None) for name in ("actor", "ref", "critic", "teacher", "reward_model")
+    }
+    paths = {f"{name}.path": model.path for name, model in models.items() if model is not None}
+    for option, path in (paths | {"tokenizer_path": config.tokenizer_path}).items():
+        folder = Path(path).expanduser()
+        if path and not folder.exists() and folder.parent != Path() and folder.parent.is_dir():
+            raise ConfigError(
+                f"{option} is {path!r}, and {folder.parent} has no such folder: give the folder of a model, or its name "
+                "on the hub"
+            )
+
+
 def check_reward_functions(script: Path) -> None:
     """Check the reward functions that a script passes to a trainer by name, without running it.
 

@@ -89,6 +89,7 @@ def command(
     from areal_debug.train.script_options import (
         check_flags,
         check_imports,
+        check_model_folders,
         check_reward_functions,
         find_script,
         flag_overrides,
@@ -115,6 +116,7 @@ def command(
         fail("--json goes with --dry-run")
     check_imports(path)
     config = read_config(arguments, path)
+    check_model_folders(config)
     check_reward_functions(path)
     allocation = check_allocation(config)
     logs = run_folder(config, "logs")
@@ -171,6 +173,7 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     from areal_debug.report.terminal import print_answer
     from areal_debug.train.script_options import (
         check_imports,
+        check_model_folders,
         check_record,
         check_reward_functions,
         load_options,
@@ -180,6 +183,7 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
         check_imports(script)
         check_reward_functions(script)
         config, config_file, notes = load_options(arguments, script)
+        check_model_folders(config)
         run = plan_run(script, config_file, config, notes)
         check_record(config)
     except ValueError as error:

@@ -7,6 +7,7 @@ import re
 import stat
 
 import pytest
+from transformers import AutoTokenizer
 
 from areal_core.launch.torchrun import copy_output
 from areal_core.safety import durable
@@ -200,3 +201,9 @@ def test_a_full_disk_ends_a_rank_with_one_sentence_and_code_1(monkeypatch, capsy
     )
     with pytest.raises(ConnectionRefusedError), mistakes_as_sentences():
         raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+    with pytest.raises(SystemExit) as end, mistakes_as_sentences():
+        AutoTokenizer.from_pretrained("no-folder/of-a-model", local_files_only=True)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(
+        "Error: a model or tokenizer is neither a folder here nor on the hub: We couldn't connect to"
+    )

@@ -239,3 +239,24 @@ def test_a_mixture_of_experts_counts_the_experts_that_a_token_visits():
     assert parse_shape(facts, 1000, 10, [300, 300]).intermediate == 256
     shape = parse_shape(facts | experts, 1000, 10, [300, 300])
     assert (shape.intermediate, shape.outside_layers, shape.cache_per_token) == (96, 400, 2 * 2 * 2 * 32)
+
+
+@pytest.mark.parametrize("option", ["actor.path", "tokenizer_path"])
+def test_a_model_that_is_not_in_its_folder_is_refused_and_a_name_on_the_hub_is_not(
+    dry_run, tiny_model, tmp_path, option
+):
+    (tmp_path / "models").mkdir()
+    given = [
+        f"cluster.fileroot={tmp_path}/files",
+        f"actor.path={tiny_model}",
+        f"{option}={tmp_path}/models/typo",
+    ]
+    code, found = dry_run(TINY, *given)
+    assert (code, found["problems"]) == (
+        2,
+        [
+            f"{option} is '{tmp_path}/models/typo', and {tmp_path}/models has no such folder: give the folder of a "
+            "model, or its name on the hub"
+        ],
+    )
+    assert dry_run(TINY, *given[:2], f"{option}=an-organisation/a-model")[0] == 0
