@@ -98,12 +98,15 @@ def document_of_server(facts: ServerFacts, state: ServerState) -> dict[str, Any]
     }
 
 
-def report_of_all(statuses: Sequence[ServerStatus]) -> Report:
-    """Return a row a server, and the messages of those with problems."""
+def report_of_all(statuses: Sequence[ServerStatus], num_elsewhere: int = 0) -> Report:
+    """Return a row a server, and the messages of those with problems; others are counted."""
+    elsewhere = [f"{count(num_elsewhere, 'server')} of other folders: --all lists them"] * bool(num_elsewhere)
     if not statuses:
         start = "start one with `areal-debug serve --model M --background`"
-        return Report("No known server", start, "")
-    messages = (f"{s.state.address} {s.state.message}" for s in statuses if s.state.message)
+        return Report("No known server", start, "", notes=elsewhere)
+    messages = (
+        f"{s.state.address} {s.state.message.splitlines()[-1].strip()}" for s in statuses if s.state.message
+    )
     blocks: list[Block] = [
         Table(STATUS_HEADINGS, [status_cells(status) for status in statuses]),
         Facts(rows_of("failed", list(messages), "bad")),
@@ -112,7 +115,9 @@ def report_of_all(statuses: Sequence[ServerStatus]) -> Report:
         blocks.append(address_line(",".join(ready)))
     verdict = verdict_of(statuses)
     num_ready = sum(status.now == "ready" for status in statuses)
-    return Report(verdict, f"{num_ready} of {count(len(statuses), 'server')} ready", WORDS[verdict], blocks)
+    return Report(
+        verdict, f"{num_ready} of {count(len(statuses), 'server')} ready", WORDS[verdict], blocks, elsewhere
+    )
 
 
 WORDS: dict[str, Level] = {"Healthy": "good", "Starting": "unsure", "Problem": "bad"}

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     help="Kind of inference engine.",
 )
 @click.option("--background", is_flag=True, help="Return once it is healthy; it outlives the shell.")
-@click.option("--status", is_flag=True, help="List the servers with their health and load.")
+@click.option("--status", is_flag=True, help="List the servers of this folder: health and load.")
 @click.option("--stop", is_flag=True,
               help="Stop the servers at HOST:PORT..., or those started in this folder.")  # fmt: skip
-@click.option("--all", "stops_all", is_flag=True, help="With --stop: all servers of this user.")
+@click.option("--all", "of_all", is_flag=True, help="With --status or --stop: all servers of this user.")
 @click.option("--join", metavar="EXPERIMENT[/TRIAL]", help="Add the server to a run, which may be running.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; by default any free one.")
@@ -56,7 +56,7 @@ def command(
     background: bool,
     status: bool,
     stop: bool,
-    stops_all: bool,
+    of_all: bool,
     join: str | None,
     host: str,
     port: int,
@@ -77,9 +77,9 @@ def command(
     from areal_debug.serve.start import plan_server
 
     if status:
-        show_status(port, as_json)
+        show_status(port, of_all, as_json)
     if stop:
-        stop_servers([*arguments, *([str(port)] if port else [])], stops_all, as_json)
+        stop_servers([*arguments, *([str(port)] if port else [])], of_all, as_json)
     if model is None:
         raise ValueError("--model is missing: give a checkpoint folder, or use --status or --stop")
     spec = plan_server(
@@ -133,16 +133,20 @@ def show_facts(state: "ServerState", as_json: bool) -> None:
     leave_terminal()  # it waits for requests
 
 
-def show_status(port: int, as_json: bool) -> NoReturn:
-    """List the servers; exit code 0 if there is at least one and all are ready, 2 if one starts."""
+def show_status(port: int, of_all: bool, as_json: bool) -> NoReturn:
+    """List the servers of this folder, at a port, or all; exit code 0 if there is at least one and all are ready, 2 if one starts."""
     from concurrent.futures import ThreadPoolExecutor
 
     from areal_debug.report.terminal import print_answer
     from areal_debug.serve.report import document_of_all, report_of_all, status_of, verdict_of
 
+    known = servers_at(port)
+    states = known if of_all or port else [state for state in known if state.folder == os.getcwd()]
     with ThreadPoolExecutor() as threads:
-        statuses = list(threads.map(status_of, servers_at(port)))
-    print_answer(document_of_all(statuses), report_of_all(statuses), as_json)
+        statuses = list(threads.map(status_of, states))
+    print_answer(
+        document_of_all(statuses), report_of_all(statuses, num_elsewhere=len(known) - len(states)), as_json
+    )
     raise SystemExit({"Healthy": 0, "Starting": 2, "Problem": 1}[verdict_of(statuses)] if statuses else 1)
 
 

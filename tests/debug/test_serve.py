@@ -25,15 +25,19 @@ def serve(areal_debug, tmp_path):
     call("--stop", "--all")
 
 
-def test_only_the_named_servers_are_stopped_or_those_of_this_folder(monkeypatch, tmp_path, capsys):
+def test_only_the_named_servers_are_listed_and_stopped_or_those_of_this_folder(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
-    def stop(*arguments):
+    def stop(*arguments, verb="--stop"):
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            command.main(["--stop", *arguments], standalone_mode=False)
+            command.main([verb, *arguments], standalone_mode=False)
         return ended.value.code, "".join(capsys.readouterr()).strip()
+
+    def listed(*arguments):
+        code, out = stop("--json", *arguments, verb="--status")
+        return code, [server["address"][-5:] for server in json.loads(out)["servers"]]
 
     for port, folder in ((30001, "/elsewhere"), (30002, str(tmp_path)), (30003, "/elsewhere")):
         write_state(ServerState(f"127.0.0.1:{port}", "sglang", "m", "log", 2**22 + 1, 0.0, folder=folder))
@@ -41,6 +45,10 @@ def test_only_the_named_servers_are_stopped_or_those_of_this_folder(monkeypatch,
         2,
         "Error: there is no server at 1:30001; there are 127.0.0.1:30001, 127.0.0.1:30002, 127.0.0.1:30003",
     )
+    assert listed() == (1, ["30002"])
+    assert listed("--all") == (1, ["30001", "30002", "30003"])
+    assert listed("--port", "30003") == (1, ["30003"])
+    assert "2 servers of other folders: --all lists them" in stop(verb="--status")[1]
     assert stop() == (0, "stopped 127.0.0.1:30002")
     code, out = stop()
     assert code == 2
