@@ -6,7 +6,6 @@ record has no plans, so that nothing can be checked against bits.
 """
 
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -173,14 +172,14 @@ def check_edits(record: Record, request: Request) -> None:
     """
     if request.reward is not None:
         check_is_policy(record, "--reward")
-    if re.search(r"\b(reward|logprobs|versions|finish_reason)\b", request.row_filter or ""):
-        check_is_policy(record, f"--filter {request.row_filter!r}")
+    if request.row_filter is not None:
+        condition = parse_expression(request.row_filter, ROW_NAMES)
+        if any(map(condition.uses, ("reward", "logprobs", "versions", "finish_reason"))):
+            check_is_policy(record, f"--filter {request.row_filter!r}")
     if record.header.method in PAIRED and (request.row_filter or request.edit):
         raise ReplayError(
             f"{record.path} is a record of {record.header.method}, whose rows are pairs: they can be replayed, not filtered or edited"
         )
-    if request.row_filter is not None:
-        parse_expression(request.row_filter, ROW_NAMES)
     if request.edit is not None and not Path(request.edit).is_file():
         raise WrongEdit(
             f"there is no edit script {request.edit}: give a file with a function edit(batch, step)"

@@ -26,7 +26,7 @@ from areal_core.data.batch import (
 from areal_core.engine.determinism import set_rng_state
 from areal_core.errors import RewardError
 from areal_core.reward import RewardPool
-from areal_core.rollout.source import RolloutSource, TrainedWeights, WrappedRollouts
+from areal_core.rollout.source import RolloutSource, WithoutEngine, WrappedRollouts
 from recorder import Record, RecordedStep
 from recorder.format import BATCH_KEYS, IMAGE_DATA, IMAGE_KEYS, TensorEntry
 from replayer.errors import WrongEdit
@@ -34,23 +34,6 @@ from replayer.expression import ROW_NAMES, Expression, parse_expression
 
 # NumPy lacks these types; the recorder returns their bits
 TORCH_ONLY = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-
-
-class WithoutEngine:
-    """What a source does that has no inference engine, and no state but the trainer's step."""
-
-    def update_weights(self, engine: TrainedWeights, version: int) -> None:
-        """Do nothing: there is no engine."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return no state: the trainer's step number is enough."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: there is no state."""
-
-    def close(self) -> None:
-        """Do nothing: nothing stays open."""
 
 
 class RecordedRollouts(WithoutEngine):

@@ -52,6 +52,23 @@ class RolloutSource(Protocol):
         """End threads and connections."""
 
 
+class WithoutEngine:
+    """What a source does that has no inference engine, and no state but the trainer's step."""
+
+    def update_weights(self, engine: TrainedWeights, version: int) -> None:
+        """Do nothing: there is no engine."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return no state: the trainer's step number is enough."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: there is no state."""
+
+    def close(self) -> None:
+        """Do nothing: nothing stays open."""
+
+
 class WrappedRollouts:
     """A `RolloutSource` that changes the batches of another one; all else is the other's.
 

@@ -23,7 +23,7 @@ from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks
 from areal_core.engine.recompute import device_identity
 from areal_core.errors import ConfigError
-from areal_core.rollout.source import RolloutSource, TrainedWeights
+from areal_core.rollout.source import RolloutSource, WithoutEngine
 from areal_core.telemetry.stats import Stats
 from areal_core.trainer import build
 from areal_core.trainer.batches import measure_rows, next_token_aligned
@@ -291,7 +291,7 @@ class SupervisedTrainer(ObservedRun, ABC):
 
 
 @dataclass(frozen=True)
-class DatasetRows:
+class DatasetRows(WithoutEngine):
     """A source of the dataset's rows: each is a prompt of its own, and a pair two samples of one."""
 
     loader: PromptLoader
@@ -306,9 +306,6 @@ class DatasetRows:
             "sample_id": torch.arange(size, dtype=torch.int32).repeat(len(rows)),
         }
 
-    def update_weights(self, engine: TrainedWeights, version: int) -> None:
-        """Do nothing: nothing samples."""
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""
         return self.loader.state_dict()
@@ -316,9 +313,6 @@ class DatasetRows:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position."""
         self.loader.load_state_dict(state)
-
-    def close(self) -> None:
-        """Do nothing: nothing stays open."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.full_weights import FullTensors
 from areal_core.engine.sharding import fsdp_module
+from areal_core.rollout.source import WithoutEngine
 from areal_core.telemetry.loggers import GRAD_NORM, LOSS, first_of
 from areal_core.trainer.observed import Observer
 from areal_core.trainer.rl import PPOTrainer, train_steps
@@ -46,7 +47,7 @@ from replayer.errors import ReplayError, WrongFilter
 from replayer.preconditions import nearest_anchor
 from replayer.request import Request
 from replayer.run import build_trainer, check_of
-from replayer.source import WithoutEngine, recorded_batch
+from replayer.source import recorded_batch
 
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 OWN_NAMES = ("_name_or_path", "name_or_path")  # members of JSON files with the folder of a model

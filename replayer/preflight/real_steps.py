@@ -18,12 +18,12 @@ from areal_core.config import PPOConfig
 from areal_core.data.batch import Batch
 from areal_core.engine.determinism import environment_at_start, seed_everything
 from areal_core.engine.reduction import local_of
+from areal_core.rollout.source import WithoutEngine
 from areal_core.trainer.observed import Observer
 from areal_core.trainer.rl import PPOTrainer
 from recorder import Outcome, OutcomeObserver
 from replayer.preflight.settings import Process
 from replayer.request import without_side_effects
-from replayer.source import WithoutEngine
 
 LONGEST = 512  # tokens of a row: enough to fill kernels, few enough to be fast
 
