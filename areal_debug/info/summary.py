@@ -32,7 +32,11 @@ def collect_info() -> Info:
     packages = read_packages()
     reachable, permissions = find_reachable(packages.versions), read_permissions()
     verbs = verbs_here(
-        packages.lacks, permissions.refuses_stacks, reachable.schedulers, shutil.which("git") is not None
+        packages.lacks,
+        permissions.refuses_stacks,
+        reachable.schedulers,
+        has_git=shutil.which("git") is not None,
+        has_tensorboard="tensorboard" in packages.versions,
     )
     problems = tuple(packages.problems)
     version, num_working = metadata.version(OURS), sum(verb.works for verb in verbs)

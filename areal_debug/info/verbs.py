@@ -45,6 +45,7 @@ def verbs_here(
     refuses_stacks: str | None,
     schedulers: Mapping[str, str | None],
     has_git: bool,
+    has_tensorboard: bool,
 ) -> list[VerbHere]:
     """Return every verb with what it can do here.
 
@@ -53,12 +54,15 @@ def verbs_here(
         refuses_stacks: why stacks of other processes cannot be read, None if they can.
         schedulers: how each is reached, None if it is not.
         has_git: whether there is a git program.
+        has_tensorboard: whether its package is installed; the extra `train` has it.
     """
     cannot: dict[str, list[str]] = {name: [] for name in VERBS}
     if refuses_stacks:
         cannot["hang"].append(f"stacks of running jobs, but saved ones: {refuses_stacks}")
     if not has_git:
         cannot["why"].append("--commits: there is no git program on PATH")
+    if not has_tensorboard:
+        cannot["doctor"].append("TensorBoard files: pip install tensorboard")
     if schedulers["SLURM"] is None:
         cannot["train"].append("scheduler.type=slurm: there is no srun on PATH")
     found = []

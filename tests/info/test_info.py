@@ -61,8 +61,9 @@ def test_the_report_and_its_json_have_the_same_facts_and_import_no_library():
     assert run("-q")[1] == f"{facts['verdict']}\n"
 
 
-def verbs_of(lacks=NOTHING_LACKS, refuses=None, schedulers=SCHEDULERS, has_git=True):
-    return {verb.name: verb for verb in verbs.verbs_here(lacks, refuses, schedulers, has_git)}
+def verbs_of(lacks=NOTHING_LACKS, has_tensorboard=True):
+    here = verbs.verbs_here(lacks, None, SCHEDULERS, has_git=True, has_tensorboard=has_tensorboard)
+    return {verb.name: verb for verb in here}
 
 
 def test_a_verb_without_its_extra_names_it_and_others_work_with_limits():
@@ -75,6 +76,11 @@ def test_a_verb_without_its_extra_names_it_and_others_work_with_limits():
     assert found["record"].limits == (
         "archive, cut, and records in archives: pip install 'areal-debug[archive]'",
     )
+
+
+def test_files_that_need_a_package_are_named():
+    assert verbs_of()["doctor"].limits == ()
+    assert verbs_of(has_tensorboard=False)["doctor"].limits == ("TensorBoard files: pip install tensorboard",)
 
 
 def test_engines_are_those_that_are_installed():
