@@ -271,7 +271,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
         *(f"{CORE}/embedded/{n}.py" for n in ("engine", "generate", "replica")),
         *(
             f"{CORE}/servers/{n}.py"
-            for n in ("client", "reply", "sglang", "update_group", "vllm", "weight_update")
+            for n in ("client", "delta", "reply", "sglang", "update_group", "vllm", "weight_update")
         ),
         f"{CORE}/launch/vllm_worker/areal_vllm_worker.py",
         f"{CORE}/agent/agent_workflow.py",
