@@ -33,14 +33,14 @@ from consistency.checks.numerics import (
 )
 from consistency.checks.shape import breaks, explained_by_key, means_by, onset, run_lengths, trend
 from consistency.tensors import EVERY, TOWER
-from consistency.tokens import Bools, Floats, TokenTable
+from consistency.tokens import Bools, Floats, Ints
 from consistency.transforms import Prediction
 
 # Thresholds, with their units and what they follow from.
 T_TOLERANCE = 0.02  # of a temperature
 COPIED_NATS = 12.0  # once in 160,000 checks by chance
 TOKENS_AFTER_ONSET = 12  # positions after the window's end in which every sequence must be bad
-LARGEST_CHANCE = 0.05  # that no bad row is among the fresh ones
+LARGEST_CHANCE = 0.01  # that no bad row is among the fresh ones
 SURE_MARGIN = 40.0  # nats over the next tensor
 MOST_LEFT = 0.5  # of the difference by the engine's experts alone, where the choice is the cause
 UNRELATED = 0.5  # confidence, below R33: where nothing is alike, the token id explains much of D, too
@@ -366,25 +366,33 @@ def means_by_name(names: Any, means: Floats) -> str:
 
 
 def cache_kept_over_update(case: Case) -> Finding | None:
-    """R29: requests that reused cached keys and values are bad, fresh ones are not."""
-    cached = case.table.cached_tokens
-    if not case.unexplained or cached is None or len(np.unique(cached > 0)) < 2:
+    """R29: requests that reused cached keys and values are bad, fresh ones are not.
+
+    Of several engines the sound ones are left out: more of their requests may be fresh by chance.
+    """
+    cached, row, size = case.table.cached_tokens, case.table.sequence, np.abs(case.table.difference)
+    if not case.unexplained or cached is None:
         return None
-    size = np.abs(case.table.difference)
+    if case.table.worker is not None:
+        names, means, _ = means_by(case.table.worker, size)
+        bad = np.isin(case.table.worker, names[means > case.level])
+        cached, row, size = cached[bad], row[bad], size[bad]
+    if len(np.unique(cached > 0)) < 2:
+        return None
     fresh, reused = float(size[cached == 0].mean()), float(size[cached > 0].mean())
     limit = BAD_RATIO * max(fresh, case.level / 2)
-    if reused < limit or chance_of_sound(case.table, cached == 0, limit) > LARGEST_CHANCE:
+    if reused < limit or chance_of_sound(row, size, cached == 0, limit) > LARGEST_CHANCE:
         return None
     return finding("R29", reused=reused, fresh=fresh)
 
 
-def chance_of_sound(table: TokenTable, fresh: Bools, limit: float) -> float:
+def chance_of_sound(row: Ints, size: Floats, fresh: Bools, limit: float) -> float:
     """Return how likely no row of those with `fresh` tokens is bad if bad rows are drawn.
 
     One fresh row of many is sound by chance where half of all rows are.
     """
-    rows, means, _ = means_by(table.sequence, np.abs(table.difference))
-    num_fresh, num_sound = int(np.isin(rows, table.sequence[fresh]).sum()), int((means <= limit).sum())
+    rows, means, _ = means_by(row, size)
+    num_fresh, num_sound = int(np.isin(rows, row[fresh]).sum()), int((means <= limit).sum())
     return math.comb(num_sound, num_fresh) / math.comb(len(rows), num_fresh)
 
 

@@ -354,6 +354,9 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "cache kept": ("R29", stitched(lambda row, place: row % 2 == 0, cached_tokens=per_row)),
     "update in flight": ("R30", stitched(lambda row, place: place < 10 + row, versions=versions)),
     "adapter not loaded": ("R32", with_other("R32", "base model")),
+    "one stale worker that reuses prefixes": (
+        "R34", stitched(lambda row, place: row % 4 == 0, worker=per_row, cached_tokens=per_row),
+    ),
     "one stale worker": ("R34", stitched(lambda row, place: row % 4 == 0, worker=per_row)),
     "bfloat16 logits": ("R37", bfloat16_logits),
     "int4 engine": ("R44", variant("weights in int4")),
