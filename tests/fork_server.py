@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parents[1]
 sys.path[0] = str(ROOT)
 from areal_core.launch import warm_server  # noqa: E402
+from areal_core.safety.interpreter import SAFE, python_command  # noqa: E402
 
 MODULES = (
     "areal_core.trainer.rl",
@@ -42,7 +43,8 @@ MODULES = (
     "transformers.tokenization_utils_tokenizers",
 )
 # What our launchers start, and the scripts of torchrun: `python -u FILE`.
-LAUNCHED = ("-m areal_debug.train.script", "-m areal_core.launch.node", f"-P {warm_server.__file__}", "-u ")
+RANKS = [python_command("-m", name)[1:] for name in ("areal_debug.train.script", "areal_core.launch.node")]
+LAUNCHED = (*map(" ".join, RANKS), f"{SAFE} {warm_server.__file__}", "-u ")
 execute = subprocess._fork_exec  # type: ignore[attr-defined]
 OF_SERVER: set[int] = set()  # open files of the process that is forked
 
@@ -98,8 +100,10 @@ def answer(connection: socket.socket) -> NoReturn:
 
 
 def become(argv: list[str], environment: Mapping[str, str], place: str, streams: list[int]) -> NoReturn:
-    """Turn this fork into a program: `-m MODULE ARGUMENT...` or `FILE ARGUMENT...`."""
+    """Turn this fork into a program: `-m MODULE ARGUMENT...` or `FILE ARGUMENT...`, after -P or -u."""
     code = 1
+    is_safe = argv[0] == SAFE
+    argv = argv[argv[0] in (SAFE, "-u") :]
     try:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
@@ -107,7 +111,7 @@ def become(argv: list[str], environment: Mapping[str, str], place: str, streams:
         os.chdir(place)
         first = os.getcwd() if argv[0] == "-m" else os.path.dirname(os.path.abspath(argv[0]))
         given = environment.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[:1] = [first, *filter(None, given)]
+        sys.path[:1] = [*([] if is_safe else [first]), *filter(None, given)]
         warm_server.use_streams(streams)
         subprocess._fork_exec = fork_or_execute  # type: ignore[attr-defined]
         OF_SERVER.update(open_files())
@@ -156,7 +160,7 @@ def fork_or_execute(
             for descriptor in open_files() - OF_SERVER - {*streams, *kept}:
                 os.close(descriptor)
         variables = os.environ if environment is None else dict(map(variable, environment))
-        become(words[2:] if words[1] in ("-u", "-P") else words[1:], variables, place or os.getcwd(), streams)
+        become(words[1:], variables, place or os.getcwd(), streams)
     except BaseException:
         warm_server.traceback.print_exc()
     finally:

@@ -1,25 +1,16 @@
 """`goto`, `preflight`, `bisect` and the what-ifs of `replay` on the command line, on real ranks."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.forks import COMMAND
+from tests.forks import COMMAND, run_forked
 
 
-def call(*arguments, typed="", timeout_s=420):
+def call(*arguments, typed=""):
     """Run the command with `typed` on its standard input; return the finished process."""
-    return subprocess.run(
-        [COMMAND, *map(str, arguments)],
-        input=typed,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    return run_forked([COMMAND, *map(str, arguments)], typed=typed, timeout_s=420)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Each answer that says all is well, without what it rests on (`areal_debug/report/calm.toml`).
 
 Of every observation at least one is taken away: absent, stale, damaged, or contradicted by another
-one. The calm answer must not appear, nor code 0. Verbs that train are called in the long tests.
+one. The calm answer must not appear, nor code 0. Verbs that start ranks are called in the long tests.
 """
 
 import csv
@@ -396,9 +396,9 @@ CASES = [
     ),
     Case("replay", "results", "absent", without_results),
     Case("goto", "results", "absent", lambda folder: f"{without_results(folder)} --step 2"),
-    Case("check run", "repeats", "absent", lambda folder: f"--config {TINY} actor.path={folder}/no"),
+    Case("check run", "repeats", "absent", lambda to: f"--config {TINY} actor.path={to}/no", is_long=True),
     *(
-        Case("check model", "model", kind, partial(broken_model, kind), is_long=kind == "damaged")
+        Case("check model", "model", kind, partial(broken_model, kind), is_long=True)
         for kind in ("absent", "damaged")
     ),
     Case("serve --status", "servers", "absent", lambda folder: f"--names {folder}"),
