@@ -181,7 +181,7 @@ def test_a_config_is_a_regular_file_of_some_size(tmp_path, kind):
         read_yaml(str(tmp_path / "a.yaml"))
 
 
-@pytest.mark.parametrize("attack", ["FIFO", "device", "sparse", "planted module"])
+@pytest.mark.parametrize("attack", ["FIFO", "planted module"])
 def test_a_verb_ends_whatever_the_files_of_a_run_are(tmp_path, attack):
     with fresh(tmp_path) as place:
         FILES[attack](place / "run")

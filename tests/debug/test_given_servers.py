@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from areal_core import RemoteEngine
 from areal_core.config import GRPOConfig, load_expr_config
 from areal_core.errors import ConfigError
-from areal_core.launch.sglang_process import SGLangServer
 from areal_core.paths import run_folder
 from areal_core.rollout.errors import NoServers, WrongServer
 from areal_core.rollout.http_thread import HttpThread
@@ -29,12 +28,10 @@ ROWS = [{"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} f
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model, tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    module = "areal_core.testing.embedded_server"
-    with SGLangServer(tiny_model, log, ["--dtype", "float32"], {}, module=module) as started:
-        started.wait_until_ready()
-        yield started.server
+def server(tiny_model):
+    http = HttpThread(EmbeddedServer(str(tiny_model)).application(), "server")
+    yield Server(f"127.0.0.1:{http.port}")
+    http.close()
 
 
 def weights_of(server: Server) -> str:

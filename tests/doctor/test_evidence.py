@@ -132,6 +132,7 @@ def sound_rewards(rng, steps):
     yield (0.5 + 0.5 * rise) * rng.lognormal(0, 0.5, steps)
 
 
+@pytest.mark.long
 def test_at_most_one_of_200_sound_rewards_fell_after_a_peak():
     accused = [
         "D04" in ids({"reward": np.asarray(reward, np.float64)})

@@ -55,7 +55,7 @@ def test_the_corpus_is_small_and_each_input_of_it_has_an_effect():
         pytest.param([["text", "name", "sleep"]], "hang", "no frame", marks=pytest.mark.long),
         pytest.param([["text", "name", "allocate"]], "memory", "no error", marks=pytest.mark.long),
         pytest.param([["text", "name", "exit"]], "died", "exit code 3", marks=pytest.mark.long),
-        ([["text", "name", "refuse"]], "refused", ""),
+        pytest.param([["text", "name", "refuse"]], "refused", "", marks=pytest.mark.long),
     ],
 )
 def test_the_guard_names_what_an_input_does(edits, kind, where, monkeypatch):
