@@ -45,15 +45,3 @@ def read_by_the_document(record):
                 arrays[name, key] = values
         yield step, arrays
     assert read_sealed(record / "end.json")[0]["last"] == last
-
-
-def read_results(folder, rank, num_ranks):
-    """Read plan, outcome and text of a rank; the floats of the outcome as numbers."""
-    place = f"{rank:05d}-of-{num_ranks:05d}"
-    plan = json.loads((folder / f"plan-{place}.json").read_text())
-    outcome = json.loads((folder / f"outcome-{place}.json").read_text())
-    for micro_batch in outcome["micro_batches"]:
-        micro_batch |= {name: float.fromhex(micro_batch[name]) for name in ("loss", "weight")}
-    outcome["stats"] = {name: float.fromhex(value) for name, value in outcome["stats"].items()}
-    text = folder / f"text-{place}.jsonl"
-    return plan, outcome, [json.loads(line) for line in text.read_text().splitlines()]
