@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -105,6 +106,24 @@ def tiny_model(tmp_path_factory) -> Path:
     from areal_core.testing import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def sglang(tmp_path_factory):
+    """Start a real SGLang server in float32 on the CPU.
+
+    `with sglang(model, "--is-embedding", enable_lora=True) as started`: options are of its config.
+    """
+    from areal_core.config import SGLangConfig
+    from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+
+    def start(model: Path, *flags: str, env: Mapping[str, str] | None = None, **options: object):
+        given = {"dtype": "float32", "context_length": 1024, "max_total_tokens": 16384} | options
+        args = [*server_args(SGLangConfig(**given), "cpu"), *flags]
+        log = tmp_path_factory.mktemp("sglang") / "llm_server_0.log"
+        return SGLangServer(model, log, args, cpu_environment() | (env or {}), ready_timeout_s=600.0)
+
+    return start
 
 
 @pytest.fixture(scope="session")

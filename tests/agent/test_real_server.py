@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_core.config import SGLangConfig
-from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.servers.server import call
 from areal_debug.verbs.agent import command
 
@@ -18,12 +16,8 @@ pytestmark = [pytest.mark.long, pytest.mark.sglang]
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model, tmp_path_factory):
-    options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
-    log = tmp_path_factory.mktemp("sglang") / "llm_server_0.log"
-    with SGLangServer(
-        tiny_model, log, server_args(options, "cpu"), cpu_environment(), ready_timeout_s=300.0
-    ) as started:
+def server(tiny_model, sglang):
+    with sglang(tiny_model) as started:
         yield started.server
 
 

@@ -11,8 +11,6 @@ from areal_core.agent.conversation import Call, Message, Required
 from areal_core.agent.errors import BadRequest
 from areal_core.agent.grammar import server_parameters
 from areal_core.agent.output_parsers import parse_tool_calls
-from areal_core.config import SGLangConfig
-from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.types import ModelRequest, Sampling
 from tests.rollout.sampled import ask
 
@@ -79,11 +77,8 @@ def test_a_format_without_a_grammar_is_refused_with_the_field():
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model, tmp_path_factory):
-    options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
-    log = tmp_path_factory.mktemp("sglang") / "llm_server_0.log"
-    args = [*server_args(options, "cpu"), "--constrained-json-disable-any-whitespace"]
-    with SGLangServer(tiny_model, log, args, cpu_environment(), ready_timeout_s=300.0) as started:
+def server(tiny_model, sglang):
+    with sglang(tiny_model, "--constrained-json-disable-any-whitespace") as started:
         yield started.server
 
 

@@ -39,16 +39,9 @@ def test_the_embedded_engine_is_proven_and_then_compared(tiny_model, tmp_path):
 
 @pytest.mark.sglang
 @pytest.mark.long
-def test_a_real_server_gets_an_honest_verdict_and_conforms(tiny_model, tmp_path):
-    from areal_core.config import SGLangConfig
-    from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
-
+def test_a_real_server_gets_an_honest_verdict_and_conforms(tiny_model, sglang):
     lora = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all-linear"]}
-    options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384, **lora)
-    arguments = server_args(options, "cpu")
-    with SGLangServer(
-        tiny_model, tmp_path / "log", arguments, cpu_environment(), ready_timeout_s=600.0
-    ) as running:
+    with sglang(tiny_model, **lora) as running:
         address = running.server.address
         given = ["--exact", "--engine", address, "--model", str(tiny_model)]
         done = CliRunner().invoke(command, [*given, "--json"])

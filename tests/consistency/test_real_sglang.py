@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from areal_core.config import SGLangConfig
-from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.servers.server import call
 from areal_core.servers.sglang import SGLANG
 from areal_debug.verbs.consistency import command
@@ -26,12 +24,8 @@ SETTING = Setting(vocabulary_size=105, eos_token_id=EOS, bos_token_id=BOS, noise
 
 
 @pytest.fixture(scope="module")
-def server(model, tmp_path_factory):
-    options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
-    log = tmp_path_factory.mktemp("sglang") / "server.log"
-    with SGLangServer(
-        model, log, server_args(options, "cpu"), cpu_environment(), ready_timeout_s=600.0
-    ) as running:
+def server(model, sglang):
+    with sglang(model) as running:
         yield running.server
 
 

@@ -10,10 +10,8 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from areal_core.config import SGLangConfig
 from areal_core.data.images import data_url
 from areal_core.data.processor import load_processor
-from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.verbs.consistency import command
 from consistency.case import Request
@@ -53,11 +51,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def address(model, tmp_path_factory):
-    options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
-    log = tmp_path_factory.mktemp("sglang") / "server.log"
-    arguments = server_args(options, "cpu")
-    with SGLangServer(model, log, arguments, cpu_environment(), ready_timeout_s=600.0) as running:
+def address(model, sglang):
+    with sglang(model) as running:
         yield running.server.address
 
 

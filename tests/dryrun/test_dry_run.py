@@ -260,3 +260,34 @@ def test_a_model_that_is_not_in_its_folder_is_refused_and_a_name_on_the_hub_is_n
         ],
     )
     assert dry_run(TINY, *given[:2], f"{option}=an-organisation/a-model")[0] == 0
+
+
+def test_a_critic_is_planned_next_to_the_actor(dry_run, tiny_model, tmp_path):
+    options = [f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "saver.freq_steps=1"]
+    options += ["algorithm=ppo", "critic.ppo_n_minibatches=4", "critic.mb_spec.max_tokens_per_mb=128"]
+    _, run = dry_run(TINY, *options)
+    sizes = {part["name"]: part["size_bytes"] for part in run["memory"]["rank"]}
+    num_parameters = 129_920  # the output layer is the embedding; a head of values adds 64
+    assert sizes["actor: masters"] == 4 * num_parameters
+    assert sizes["critic: masters"] == sizes["critic: gradients"] == 4 * (num_parameters + 64)
+    assert sizes["critic: optimizer"] == 2 * sizes["critic: masters"]
+    assert run["update"].startswith(
+        "2 optimizer steps over 16 sequences per rank, in micro-batches of at most 64 tokens"
+    )
+
+
+def test_the_example_is_planned_with_the_adapter_that_is_trained(dry_run, tiny_model, tmp_path):
+    reference = (f"ref.path={tiny_model}", "ref.mb_spec.max_tokens_per_mb=10240", "actor.kl_ctl=0.1")
+    paths = (f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}")
+    code, run = dry_run(HERE.parents[1] / "examples/gsm8k_grpo_lora.yaml", *paths, *reference)
+    assert code == 0
+    assert run["update"].startswith("1 optimizer step of an adapter of rank 32 over 256 sequences per rank")
+    parts = {part["name"]: part["size_bytes"] for part in run["memory"]["rank"]}
+    num_parameters = run["memory"]["num_parameters"]
+    # Rank 32 on seven layers of 64 and 256 features in each of two blocks, k and v half as wide as q.
+    adapter = 2 * 32 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 256))
+    assert parts["actor: frozen weights"] == 2 * num_parameters // 4  # bfloat16, over four ranks
+    assert [parts[f"actor: {part}"] for part in ("adapter", "optimizer", "gradients")] == [
+        adapter // 4 * size for size in (4, 8, 4)
+    ]
+    assert not any(name.startswith("reference") for name in parts)

@@ -17,20 +17,10 @@ from pyarrow import parquet
 from areal_debug.query.database import Database
 from recorder import open_record
 from tests.command_line import run as areal_debug
-from tests.exports.given import recorded_rows, write_foreign_record, write_full_record
+from tests.exports.given import recorded_rows
 
 MEMORY = 1 << 29
 run = partial(areal_debug, "query")
-
-
-@pytest.fixture(scope="module")
-def full(tmp_path_factory) -> Path:
-    return write_full_record(tmp_path_factory.mktemp("full") / "record")
-
-
-@pytest.fixture(scope="module")
-def foreign(tmp_path_factory) -> Path:
-    return write_foreign_record(tmp_path_factory.mktemp("foreign") / "record")
 
 
 def ask(folder: Path, sql: str) -> list[tuple]:

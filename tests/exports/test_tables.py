@@ -12,17 +12,7 @@ from pyarrow import dataset, parquet
 
 from recorder import DamagedRecord, RecordExists, open_record
 from recorder.tables.formats import export_record
-from tests.exports.given import FOREIGN_ROWS, FULL_ROW, recorded_rows, write_foreign_record, write_full_record
-
-
-@pytest.fixture(scope="module")
-def full(tmp_path_factory) -> Path:
-    return write_full_record(tmp_path_factory.mktemp("full") / "record")
-
-
-@pytest.fixture(scope="module")
-def foreign(tmp_path_factory) -> Path:
-    return write_foreign_record(tmp_path_factory.mktemp("foreign") / "record")
+from tests.exports.given import FOREIGN_ROWS, FULL_ROW, recorded_rows
 
 
 def bits(values) -> bytes:

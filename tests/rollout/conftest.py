@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from areal_core.config import SGLangConfig
 from areal_core.launch.server_process import free_port
-from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+from areal_core.launch.sglang_process import SGLangServer
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.servers.server import Server, is_healthy
 from areal_core.testing import make_tiny_model
@@ -200,10 +199,7 @@ def without_other_families(family: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def sglang_server(tiny_model, tmp_path_factory) -> Iterator[SGLangServer]:
+def sglang_server(tiny_model, sglang) -> Iterator[SGLangServer]:
     """One real SGLang server in float32 on the CPU, with the tiny model."""
-    options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=16384)
-    log = tmp_path_factory.mktemp("sglang") / "llm_server_0.log"
-    args, env = server_args(options, "cpu"), cpu_environment() | without_other_families("llama")
-    with SGLangServer(tiny_model, log, args, env, ready_timeout_s=600.0) as server:
+    with sglang(tiny_model, env=without_other_families("llama")) as server:
         yield server

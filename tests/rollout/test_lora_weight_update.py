@@ -10,9 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal_core.config import SGLangConfig
 from areal_core.engine.lora import Adapter, AdapterTensors, add_adapters, trained_parameters
-from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.errors import RequestRefused, WeightUpdateFailed
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers.client import FleetClient
@@ -271,21 +269,11 @@ def test_a_server_that_restarts_without_the_adapter_gets_no_more_requests(embedd
 
 @pytest.mark.long
 @pytest.mark.sglang
-def test_a_real_server_samples_with_the_adapters_that_are_sent(tiny_model, adapted, update_of, tmp_path):
+def test_a_real_server_samples_with_the_adapters_that_are_sent(tiny_model, adapted, update_of, sglang):
     """SGLang 0.5.23 on the CPU: logprobs within 1e-5 of the adapted model's, for three versions."""
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    options = SGLangConfig(
-        dtype="float32",
-        context_length=1024,
-        max_total_tokens=16384,
-        enable_lora=True,
-        max_lora_rank=RANK,
-        lora_target_modules=["all-linear"],
-    )
-    args = server_args(options, "cpu")
-    with SGLangServer(
-        tiny_model, tmp_path / "log", args, cpu_environment(), ready_timeout_s=600.0
-    ) as started:
+    lora = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": ["all-linear"]}
+    with sglang(tiny_model, **lora) as started:
         server = started.server
         assert SGLANG.ask_identity(server).serves_adapters
         update = update_of(server, every=1)

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from areal_core.config import SGLangConfig
 from areal_core.engine.model import load_model
 from areal_core.engine.routers import Routers, routing_sizes_of
-from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.testing import make_tiny_family, make_tiny_tokenizer
 from tests.rollout.sampled import ask
@@ -14,14 +12,10 @@ from tests.rollout.sampled import ask
 
 @pytest.mark.long
 @pytest.mark.sglang
-def test_experts_and_logprobs_are_those_of_transformers(tmp_path):
+def test_experts_and_logprobs_are_those_of_transformers(sglang, tmp_path):
     make_tiny_tokenizer().save_pretrained(tmp_path)
     make_tiny_family(tmp_path, "qwen3_moe", vocab_size=128, eos_token_id=1, mlp_only_layers=[])
-    options = SGLangConfig(
-        dtype="float32", context_length=512, max_total_tokens=4096, enable_return_routed_experts=True
-    )
-    args, env = server_args(options, "cpu"), cpu_environment()
-    with SGLangServer(tmp_path, tmp_path / "server.log", args, env, ready_timeout_s=600.0) as server:
+    with sglang(tmp_path, context_length=512, enable_return_routed_experts=True) as server:
         requests = [
             ModelRequest(input_ids=[7 + i, 9, 11], sampling=Sampling(max_new_tokens=12 + i)) for i in range(4)
         ]

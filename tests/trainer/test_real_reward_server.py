@@ -6,22 +6,17 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from areal_core.config import SGLangConfig
 from areal_core.errors import RewardError
-from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
 from areal_core.reward.served import RewardServer
 from tests.trainer import reward_model_program as program
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang]
 
 
-def test_scores_of_a_real_server_are_those_of_transformers(tiny_model, tmp_path):
+def test_scores_of_a_real_server_are_those_of_transformers(tiny_model, sglang, tmp_path):
     scorer = program.make_reward_model(tiny_model, tmp_path / "scorer")
-    arguments = server_args(SGLangConfig(dtype="float32", context_length=512), "cpu")
     rows = [([5, 9, 30], [40, 41, 1]), ([7] * 40, list(range(10, 90))), ([8], [1])]
-    with SGLangServer(
-        scorer, tmp_path / "log", [*arguments, "--is-embedding"], cpu_environment(), ready_timeout_s=600.0
-    ) as server:
+    with sglang(scorer, "--is-embedding", context_length=512, max_total_tokens=None) as server:
         reward_fn = RewardServer(f"http://{server.server.address}/classify")
 
         async def score_all():
