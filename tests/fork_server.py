@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 sys.path[0] = str(ROOT)
+INSTALLED = sys.path[1:]
 from areal_core.launch import warm_server  # noqa: E402
 from areal_core.safety.interpreter import SAFE, python_command  # noqa: E402
 
@@ -111,7 +112,7 @@ def become(argv: list[str], environment: Mapping[str, str], place: str, streams:
         os.chdir(place)
         first = os.getcwd() if argv[0] == "-m" else os.path.dirname(os.path.abspath(argv[0]))
         given = environment.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[:1] = [*([] if is_safe else [first]), *filter(None, given)]
+        sys.path[:] = [*([] if is_safe else [first]), *filter(None, given), *INSTALLED]
         warm_server.use_streams(streams)
         subprocess._fork_exec = fork_or_execute  # type: ignore[attr-defined]
         OF_SERVER.update(open_files())
