@@ -88,5 +88,5 @@ def test_shown_commands_are_accepted(page: Path) -> None:
 def test_shown_options_exist(page: Path) -> None:
     codes = re.findall(r"`([^`]+)`", (ROOT / page).read_text())
     named = {name for code in codes for name in DOTTED.findall(code)}
-    named = {name for name in named if name.rpartition(".")[2] not in ("py", "yaml", "launch_server")}
+    named = {name for name in named if name.rpartition(".")[2] not in ("py", "yaml", "md", "launch_server")}
     assert named - OPTIONS == set()
