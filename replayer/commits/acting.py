@@ -302,6 +302,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
         *LOSS,  # an equal loss may have another gradient
         f"{ENGINE}.backward",
         f"{CORE}/engine/optimizer.py:gradient_norm",
+        f"{CORE}/engine/reduction.py",
     ),
     "weights": (
         f"{CORE}/engine/optimizer.py",
