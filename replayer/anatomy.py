@@ -20,6 +20,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -276,55 +278,38 @@ def remarks_of(parts: Sequence[Part], reason: str) -> list[Remark]:
     found, by_name = [], defaultdict(list)
     for part in parts:
         by_name[part.kind, part.name].append(part)
-    largest = {m: max((p for p in parts if p.kind == "term" and p.minibatch == m), key=size_of, default=None)
+    largest = {m: max((p for p in parts if p.kind == "term" and p.minibatch == m), key=attrgetter("gradient_norm"), default=None)
                for m in {part.minibatch for part in parts}}  # fmt: skip
     for (kind, name), ones in by_name.items():
-        numbers = [part.minibatch for part in ones]
+        remark = partial(Remark, part=name, minibatches=[part.minibatch for part in ones])
         values = ", ".join(f"{part.value:.3g}" for part in ones)
         if kind == "term" and all(part.gradient_norm == 0 for part in ones):
             if not any(part.value for part in ones):
-                found.append(Remark("idle", name, numbers, f"loss and gradient are 0. {reason}".strip()))
+                found.append(remark("idle", evidence=f"loss and gradient are 0. {reason}".strip()))
             else:
                 why = reason or "its derivative to every log-prob and entropy is 0"
                 if not any(part.attached for part in ones):
                     why = "it is computed without a graph (detached, or under no_grad)"
                 elif all(part.num_tokens == part.num_outside > 0 for part in ones):
                     why = "it depends on tokens outside of the loss mask only"
-                found.append(
-                    Remark("dead", name, numbers, f"its loss is {values}, its gradient is exactly 0: {why}")
-                )
+                zero = f"its loss is {values}, its gradient is exactly 0: {why}"
+                found.append(remark("dead", evidence=zero))
         elif kind == "term":
             hiding = [(part, top) for part in ones if (top := largest[part.minibatch]) is not None
                       and 0 < part.gradient_norm * HIDES < top.gradient_norm]  # fmt: skip
             if len(hiding) == len(ones):
                 ratio = min(top.gradient_norm / part.gradient_norm for part, top in hiding)
-                found.append(
-                    Remark(
-                        "hidden",
-                        name,
-                        numbers,
-                        f"the gradient of {hiding[0][1].name} is {ratio:.3g} times as large",
-                    )
-                )
+                larger = f"the gradient of {hiding[0][1].name} is {ratio:.3g} times as large"
+                found.append(remark("hidden", evidence=larger))
         if kind == "term" and (outside := sum(part.num_outside for part in ones)):
-            found.append(
-                Remark("outside", name, numbers, f"it reads {outside} tokens outside of the loss mask")
-            )
+            found.append(remark("outside", evidence=f"it reads {outside} tokens outside of the loss mask"))
         if kind == "class" and name in ("prompt", "tool") and any(part.gradient_norm for part in ones):
             count = sum(part.num_tokens for part in ones)
-            found.append(
-                Remark(
-                    "outside",
-                    name,
-                    numbers,
-                    f"{count} {name} tokens, which the engine did not sample (version -1), are in the loss mask",
-                )
+            given = (
+                f"{count} {name} tokens, which the engine did not sample (version -1), are in the loss mask"
             )
+            found.append(remark("outside", evidence=given))
     return sorted(found, key=lambda remark: not remark.is_fault)
-
-
-def size_of(part: Part) -> float:
-    return part.gradient_norm
 
 
 def sketch(gradients: Iterable[Tensor | None], rank: int, size: int = SKETCH_SIZE) -> Tensor:

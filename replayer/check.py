@@ -87,11 +87,6 @@ class HeaderComparison:
     environment: tuple[Difference, ...]
     model: tuple[Difference, ...]
 
-    @property
-    def identical(self) -> bool:
-        """True if no setting differs."""
-        return not (self.config or self.environment or self.model)
-
 
 @dataclass(frozen=True)
 class RankDifference:
@@ -190,20 +185,14 @@ class ReplayReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON types; the inverse of `parse_report`."""
         first = self.first_different
-        return {
-            "record": self.record,
+        judged = {
             "result": self.result,
             "identical": self.identical,
-            "first_different": None if first is None else first.step,
             "weights_diverge_at": self.weights_diverge_at,
-            "first": None if self.first is None else asdict(self.first),
-            "pattern": self.pattern,
-            "own_code": [asdict(own) for own in self.own_code],
-            "set_differently": None if self.set_differently is None else asdict(self.set_differently),
-            "guarantee": asdict(self.guarantee),
-            "verdict": None if self.verdict is None else asdict(self.verdict),
-            "steps": [asdict(result) | {"identical": result.identical} for result in self.steps],
         }
+        judged["first_different"] = None if first is None else first.step
+        steps = [asdict(result) | {"identical": result.identical} for result in self.steps]
+        return judged | asdict(self) | {"steps": steps}
 
 
 def parse_report(document: dict[str, Any]) -> ReplayReport:

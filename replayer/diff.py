@@ -27,6 +27,7 @@ from replayer.own_code import FIRST_STAGE, compare_own_code
 
 # options that change no number of a run; a replay ignores more options, as it has no engine
 WITHOUT_NUMBERS = WITHOUT_EFFECT - {"allocation_mode", "rollout", "sglang", "vllm"}
+WEIGHTS = (".safetensors", ".bin", ".gguf")
 MODEL_PATHS = ("actor.path", "tokenizer_path")
 # steps in which a prompt is looked for that two records share: another order is in the same epoch
 SEARCHED_FOR_PROMPTS = 20
@@ -35,54 +36,27 @@ OF_PLACES = frozenset(
     ("default_local_dir", "experiment_name", "hub_model_id", "logging_dir", "output_dir", "project_name",
      "report_to", "rollout_data_dir", "run_name", "wandb_project")
 )  # fmt: skip
-# prefix of an option -> the first stage on which it acts; the first match counts; default "batch"
-ACTS_FROM = (
-    ("actor.optimizer", "weights"),
-    ("total_train", "weights"),
-    ("actor.eps_clip", "loss"),
-    ("actor.c_clip", "loss"),
-    ("actor.behav_imp_weight_cap", "loss"),
-    ("actor.importance_sampling_level", "loss"),
-    ("actor.rejection_sampling", "loss"),
-    ("actor.ppo_n_minibatches", "loss"),
-    ("actor.sapo", "loss"),
-    ("actor.entropy_coef", "loss"),
-    ("actor.use_sapo_loss", "loss"),
-    ("actor.use_cispo_loss", "loss"),
-    ("actor.loss_aggregation", "loss"),
-    ("actor.kl_loss_", "loss"),
-    ("actor.loss_fn", "loss"),
-    ("actor.advantage_fn", "advantages"),
-    ("actor.objective", "logprobs"),
-    ("actor.m2_threshold", "advantages"),
-    ("actor.kl_", "advantages"),
-    ("actor.discount", "advantages"),
-    ("actor.gae_", "advantages"),
-    ("gconfig.reward_normalization", "advantages"),
-    ("actor.adv_norm", "advantages"),
-    ("actor.reward_", "advantages"),
-    ("actor.overlong_", "advantages"),
-    ("actor.mask_no_eos_with_zero", "advantages"),
-    ("actor.use_decoupled_loss", "logprobs"),
-    ("actor.recompute_logprob", "logprobs"),
-    ("actor.prox_logp_method", "logprobs"),
-    ("actor.temperature", "logprobs"),
-    ("actor.mb_spec", "logprobs"),
-    ("actor.gradient_checkpointing", "logprobs"),
-    ("actor.fsdp", "logprobs"),
-    ("actor.attn_impl", "logprobs"),
-    ("actor.enable_tree_training", "logprobs"),
-    ("actor.use_liger", "logprobs"),
-    ("actor.parity_check", "logprobs"),
-    ("ref", "logprobs"),
-    ("critic.ppo_n_minibatches", "loss"),
-    ("critic.eps_clip", "loss"),
-    ("critic.optimizer", "weights"),
-    ("critic", "logprobs"),
-    ("teacher.rl_loss_weight", "loss"),
-    ("teacher.distill_loss_weight", "loss"),
-    ("teacher", "logprobs"),
-)
+# the first stage on which an option acts, by a prefix of its name; the longest one counts; default "batch"
+ACTS_FROM = {
+    "logprobs": (
+        "actor.attn_impl actor.enable_tree_training actor.fsdp actor.gradient_checkpointing "
+        "actor.mb_spec actor.objective actor.parity_check actor.prox_logp_method "
+        "actor.recompute_logprob actor.temperature actor.use_decoupled_loss actor.use_liger "
+        "critic ref teacher"
+    ),
+    "advantages": (
+        "actor.adv_norm actor.advantage_fn actor.discount actor.gae_ actor.kl_ actor.m2_threshold "
+        "actor.mask_no_eos_with_zero actor.overlong_ actor.reward_ gconfig.reward_normalization"
+    ),
+    "loss": (
+        "actor.behav_imp_weight_cap actor.c_clip actor.entropy_coef actor.eps_clip "
+        "actor.importance_sampling_level actor.kl_loss_ actor.loss_aggregation actor.loss_fn "
+        "actor.ppo_n_minibatches actor.rejection_sampling actor.sapo actor.use_cispo_loss "
+        "actor.use_sapo_loss critic.eps_clip critic.ppo_n_minibatches teacher.distill_loss_weight "
+        "teacher.rl_loss_weight"
+    ),
+    "weights": ("actor.optimizer critic.optimizer total_train"),
+}
 # largest effect of summation order at this precision, relative to 1 or to the value
 NOISE = {"float32": 64 * 2.0**-23, "bfloat16": 64 * 2.0**-8, "float16": 64 * 2.0**-10}
 INPUTS = {
@@ -234,7 +208,11 @@ def why_unrelated(left: Record, right: Record, steps: Sequence[int]) -> str | No
     if share_a_prompt(left, right, steps):
         return None
     sizes = [
-        sum(entry["size_bytes"] for name, entry in side.header.model["files"].items() if is_weights(name))
+        sum(
+            entry["size_bytes"]
+            for name, entry in side.header.model["files"].items()
+            if name.endswith(WEIGHTS)
+        )
         for side in (left, right)
     ]
     if all(sizes):
@@ -256,10 +234,6 @@ def share_a_prompt(left: Record, right: Record, steps: Sequence[int]) -> bool:
         if not seen[0].isdisjoint(seen[1]):
             return True
     return False
-
-
-def is_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".bin", ".gguf"))
 
 
 def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
@@ -328,7 +302,10 @@ def stages_not_recorded(
 
 def acts_from(option: str) -> str:
     """Return the first stage on which an option acts."""
-    return next((stage for prefix, stage in ACTS_FROM if option.startswith(prefix)), "batch")
+    prefixes = [
+        (len(p), stage) for stage, names in ACTS_FROM.items() for p in names.split() if option.startswith(p)
+    ]
+    return max(prefixes, default=(0, "batch"))[1]
 
 
 def options_acting(options: Sequence[Difference], stage: str) -> list[Difference]:

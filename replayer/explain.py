@@ -21,8 +21,10 @@ from torch import Tensor
 
 from areal_core.data.batch import Batch
 from areal_core.engine.determinism import rng_state, set_rng_state
+from areal_core.engine.ranks import Ranks
 from areal_core.telemetry.stats import Stats
 from areal_core.trainer.nonfinite import COLUMNS, broken_tensors, gradient_of
+from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.observed import Observer
 from areal_core.trainer.rl import PPOTrainer
 from recorder import Record, open_record
@@ -117,17 +119,16 @@ def explain(
     """
     record = open_record(folder)
     step_range(record, step, step)
-    anchor = nearest_anchor(record, step)
     of_ranks: list[StepExplanation] = []  # of each virtual rank of this process: all have the same
 
     def make_explainer(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
         of_ranks.append(StepExplanation(folder, step))
         return Explainer(trainer, of_ranks[-1], anatomy)
 
-    request = Request(folder, anchor or 0, step, model, config=config, virtual=virtual)
-    report = replay_and_compare(request, [make_explainer])
+    request = Request(folder, nearest_anchor(record, step) or 0, step, model, config=config, virtual=virtual)
+    is_faithful = replay_and_compare(request, [make_explainer]).identical
     found = of_ranks[0]
-    found.faithful = report.identical
+    found.faithful = is_faithful
     found.samples.sort(key=largest_first)
     reasons = {sample.why for sample in found.samples}
     found.remarks = remarks_of(found.parts, reasons.pop() if len(reasons) == 1 else "")
@@ -146,8 +147,7 @@ class Explainer:
 
     def __init__(self, trainer: PPOTrainer, found: StepExplanation, anatomy: bool = False) -> None:
         self.trainer, self.found, self.anatomy = trainer, found, anatomy
-        # Separate statistics: a sample that is run again must not count twice in those of the step.
-        self.objective = replace(trainer.objective, stats=own_stats(trainer))
+        self.objective = objective_on(trainer.ranks, trainer)
         self.by_group = False  # the mean of a group is subtracted
         self.signals: list[RowSignal] = []  # of this rank's rows
 
@@ -191,14 +191,16 @@ class Explainer:
                 if is_mine:
                     of_gradient = along / norm**2 if has_shares else math.nan
                     own_norm = length**0.5 / (norm if has_shares else 1.0)
-                    share = self.share(facts, position, loss, of_gradient, own_norm)
+                    measured = {"loss": loss, "gradient_share": of_gradient, "gradient_norm": own_norm}
+                    share = self.share(facts, position, measured)
                     stage, why = why_nonfinite(facts["batch"], position, logprobs, loss, broken)
                     if stage is not None:
                         share = replace(share, why=why, stage=stage)
                     elif length == 0:
                         signal = self.signals[share.row]
                         no_signal = why_no_signal(signal, groups[signal.prompt_id], self.by_group)
-                        share = replace(share, why=no_signal or why_no_token(stats))
+                        of_tokens = [why for name, why in TOKEN_REASONS.items() if stats.get(name) == 1.0]
+                        share = replace(share, why=no_signal or next(iter(of_tokens), OTHER))
                     shares.append(share)
         for parameter, gradient in zip(parameters, full, strict=True):
             parameter.grad = gradient
@@ -225,14 +227,7 @@ class Explainer:
         )
         return float(result.loss) / float(facts["total_weight"]), seen["logprobs"].detach().cpu()
 
-    def share(
-        self,
-        facts: Mapping[str, Any],
-        position: int,
-        loss: float,
-        gradient_share: float,
-        gradient_norm: float,
-    ) -> SampleShare:
+    def share(self, facts: Mapping[str, Any], position: int, measured: dict[str, Any]) -> SampleShare:
         """Build the share of a sample of this rank; `loss_share` is filled in later."""
         batch: Batch = facts["batch"]
         trained = batch["loss_mask"][position].bool()
@@ -246,16 +241,18 @@ class Explainer:
             num_trained_tokens=int(trained.sum()),
             reward=float(batch["rewards"][position]),
             advantage=float(advantages.mean()) if len(advantages) else 0.0,
-            loss=loss,
             loss_share=0.0,
-            gradient_share=gradient_share,
-            gradient_norm=gradient_norm,
+            **measured,
         )
 
 
-def own_stats(trainer: PPOTrainer) -> Stats:
-    """Return statistics apart from those of the step, in which nothing may count twice."""
-    return Stats(trainer.ranks.is_group_leader, trainer.ranks.gather_objects)
+def objective_on(ranks: Ranks, trainer: PPOTrainer) -> PolicyObjective:
+    """Return the objective with the sums of some ranks.
+
+    It has statistics of its own: what is computed again must not count twice in those of the step.
+    """
+    stats = Stats(ranks.is_group_leader, ranks.gather_objects)
+    return replace(trainer.objective, stats=stats, sum_over_ranks=ranks.sum)
 
 
 def absent_terms(trainer: PPOTrainer) -> list[str]:
@@ -269,11 +266,6 @@ def absent_terms(trainer: PPOTrainer) -> list[str]:
     if trainer.critic is not None:
         found.append("value: it trains the critic, a separate model, and has no part in this gradient")
     return found
-
-
-def why_no_token(stats: Mapping[str, float]) -> str:
-    whole = [reason for name, reason in TOKEN_REASONS.items() if stats.get(name) == 1.0]
-    return whole[0] if whole else OTHER
 
 
 def why_nonfinite(

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 
 from areal_core.engine.bit_sums import Sums, locate, parse_sums
 from recorder import Record, RecordedStep
-from recorder.format import Minibatch
 from replayer.check import NOT_COMPUTED, compare_run
 from replayer.compare.stages import files, position
 from replayer.errors import ReplayError
@@ -156,10 +155,25 @@ def numbers_of(step: RecordedStep) -> Numbers:
                         found[Place(model, minibatch, rank, m.micro_batch, "loss", -1)] = m.loss.hex()
             for rank, update in enumerate(updates):
                 add_sums(found, Place(model, minibatch, rank, None, ""), update.get("sums", [()])[-1])
+            # numbers that all ranks share
+            numbers = {name: updates[0][name] for name in ("loss", "grad_norm", "lr")}
             recorded = outcomes[0].minibatches if model == "actor" else ()
-            add_update(found, model, minibatch, updates[0], recorded[minibatch : minibatch + 1])
-    add_results(found, plans[0], outcomes[0].stats, outcomes[0].checksums)
-    return found
+            for one in recorded[minibatch : minibatch + 1]:
+                numbers |= {f"gradient {name}": value for name, value in one.gradients.items()}
+                numbers |= {f"weight {name}": value for name, value in one.weights.items()}
+            found.update(
+                {Place(model, minibatch, None, None, what): value for what, value in numbers.items()}
+            )
+    weights, stats = outcomes[0].checksums, outcomes[0].stats
+    found |= {Place("actor", AFTER, None, None, f"weight {name}"): value for name, value in weights.items()}
+    for model, shards in plans[0].get("shards", {}).items():
+        found |= {Place(model, AFTER, rank, None, SHARDS): value for rank, value in enumerate(shards)}
+    computed = {
+        name: float(value).hex() for name, value in stats.items() if not name.startswith(NOT_COMPUTED)
+    }
+    return found | {
+        Place("actor", AFTER, None, None, f"statistic {n}"): value for n, value in computed.items()
+    }
 
 
 def add_sums(found: Numbers, place: Place, documents: Sequence[Sequence[Any]]) -> None:
@@ -167,35 +181,6 @@ def add_sums(found: Numbers, place: Place, documents: Sequence[Sequence[Any]]) -
     for index, document in enumerate(documents):
         sums = parse_sums(document)
         found[place._replace(what=sums.place, position=index)] = sums
-
-
-def add_update(
-    found: Numbers,
-    model: str,
-    minibatch: int,
-    update: Mapping[str, Any],
-    checksums: Sequence[Minibatch],
-) -> None:
-    """Add the numbers of an optimizer step that all ranks share."""
-    gradients, weights = (checksums[0].gradients, checksums[0].weights) if checksums else ({}, {})
-    numbers = {name: update[name] for name in ("loss", "grad_norm", "lr")}
-    numbers |= {f"gradient {name}": value for name, value in gradients.items()}
-    numbers |= {f"weight {name}": value for name, value in weights.items()}
-    found.update({Place(model, minibatch, None, None, what): value for what, value in numbers.items()})
-
-
-def add_results(
-    found: Numbers, plan: Mapping[str, Any], stats: Mapping[str, float], checksums: Mapping[str, str]
-) -> None:
-    """Add what a step left: whole weights, shards of each rank, statistics."""
-    for name, value in checksums.items():
-        found[Place("actor", AFTER, None, None, f"weight {name}")] = value
-    for model, shards in plan.get("shards", {}).items():
-        for rank, value in enumerate(shards):
-            found[Place(model, AFTER, rank, None, SHARDS)] = value
-    for name, number in stats.items():
-        if not name.startswith(NOT_COMPUTED):
-            found[Place("actor", AFTER, None, None, f"statistic {name}")] = float(number).hex()
 
 
 def differing(left: Numbers, right: Numbers) -> list[Place]:
@@ -254,18 +239,20 @@ def judge_record(
     suspects = {p.rank for p in different if p in set(of_ranks)}
     everyone = {p.rank for p in of_ranks}
     evidence = ("the replays agree with each other, bit for bit", *settings)
+
+    def nobody(kind: Kind, confidence: Confidence, said: str) -> dict[str, Any]:
+        return {"kind": kind, "confidence": confidence, "evidence": (said, *evidence), "rank": None}
+
     if is_everywhere(of_ranks, set(different), found["element"] is not None):
         if not is_first or first.minibatch > 0:  # the same kernels gave the recorded bits before
             said = "all ranks have other bits from here on, and not before: they start from other weights"
-            return {"kind": "unclear", "confidence": "low", "evidence": (said, *evidence), "rank": None}
-        confidence: Confidence = "high" if settings else "medium"
+            return nobody("unclear", "low", said)
         said = f"every {'rank' if len(everyone) > 1 else 'micro-batch'} has other bits from the start"
-        return {"kind": "environment", "confidence": confidence, "evidence": (said, *evidence), "rank": None}
+        return nobody("environment", "high" if settings else "medium", said)
     gradients = [p for p in group if p.what.startswith("gradient ") and p.rank is None]
     few = 0 < 2 * len(set(gradients) & set(different)) < len(gradients)
     if not suspects and not few:
-        said = "no number that a rank computes by itself differs"
-        return {"kind": "unclear", "confidence": "low", "evidence": (said, *evidence), "rank": None}
+        return nobody("unclear", "low", "no number that a rank computes by itself differs")
     rank = next(iter(suspects)) if len(suspects) == 1 else None
     if rank is not None and len(everyone) > 1:
         evidence = ("there every other rank has the recorded bits", *evidence)

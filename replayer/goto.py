@@ -53,17 +53,9 @@ class Scene:
     def names(self) -> dict[str, Any]:
         """Return all objects by the names that they have in the interactive shell."""
         self.trainer.actor.wake()
-        return dict(self.facts) | {
-            "model": self.trainer.actor.model,
-            "optimizer": self.trainer.actor.optimizer,
-            "trainer": self.trainer,
-            "tokenizer": self.trainer.tokenizer,
-            "record": self.record,
-            "step": self.step,
-            "batch": self.batch,
-            "plan": self.plan,
-            "outcome": self.outcome,
-        }
+        own = {name: vars(self)[name] for name in ("trainer", "record", "step", "batch", "plan", "outcome")}
+        of_actor = {name: getattr(self.trainer.actor, name) for name in ("model", "optimizer")}
+        return dict(self.facts) | of_actor | own | {"tokenizer": self.trainer.tokenizer}
 
 
 Visit = Callable[[Scene], None]

@@ -75,7 +75,9 @@ def noise_reruns(record: Record, request: Request, report: ReplayReport) -> list
     request = replace(request, locate=False)
     reruns = [] if record.header.config["deterministic"] else [request]
     num_micro_batches = max(round(number_of(result.replayed, NUM_MICRO_BATCHES)) for result in report.steps)
-    if num_micro_batches < smallest_minibatch(record, report.steps[0].step):
+    recorded = record.step(report.steps[0].step)
+    plans = [recorded.plan(rank).details for rank in range(recorded.manifest.num_ranks)]
+    if num_micro_batches < min(len(m["rows"]) for plan in plans for m in plan["minibatches"]):
         other: tuple[str, ...] = (f"mb_spec.n_mbs={2 * num_micro_batches}",)
     elif num_micro_batches > 1:
         other = ("mb_spec.n_mbs=1", "mb_spec.max_tokens_per_mb=null")
@@ -85,9 +87,3 @@ def noise_reruns(record: Record, request: Request, report: ReplayReport) -> list
     learning = ("actor", "critic") if "critic" in config and config["critic"] is not None else ("actor",)
     settings = tuple(f"{model}.{option}" for model in learning for option in other)
     return [*reruns, replace(request, settings=request.settings + settings, stop_at_difference=False)]
-
-
-def smallest_minibatch(record: Record, step: int) -> int:
-    recorded = record.step(step)
-    ranks = range(recorded.manifest.num_ranks)
-    return min(len(m["rows"]) for rank in ranks for m in recorded.plan(rank).details["minibatches"])

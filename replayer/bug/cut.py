@@ -40,10 +40,11 @@ from recorder.step_files import RankStep, commit_step, decode_rows, write_rank
 from recorder.tensors import flatten
 from replayer.anchors import CHECKPOINT, anchor_folder
 from replayer.bug.cut_request import CutRequest
-from replayer.bug.shrink import Numbers, Row, Rows, Shrinker, Stopped, Symptom, parse_symptom, shown
+from replayer.bug.shrink import Numbers, Row, Rows, Shrinker, Stopped, Symptom, parse_symptom
 from replayer.carried import ALLOWED, CUT_FILE, MODELS, REFERENCES, Cut
 from replayer.check import StepResult, number_of
 from replayer.errors import ReplayError, WrongFilter
+from replayer.goto import compare_weights
 from replayer.preconditions import nearest_anchor
 from replayer.request import Request
 from replayer.run import build_trainer, check_of
@@ -193,10 +194,7 @@ def trainer_before(record: Record, step: int, model: str | None) -> Iterator[PPO
 
 def check_weights(record: Record, trainer: PPOTrainer, step: int) -> None:
     """Raise ReplayError unless the weights are those after the step before; a collective."""
-    if step - 1 not in record.steps or not record.header.recording.has_plans:
-        return
-    recorded = record.step(step - 1).outcome(trainer.ranks.data_parallel_rank).checksums
-    if wrong := sorted({name for name, _ in trainer.checksums().items() ^ recorded.items()}):
+    if record.header.recording.has_plans and (wrong := compare_weights(record, trainer, step)[1]):
         raise ReplayError(
             f"the anchor at step {step} has other weights than step {step - 1} left: {wrong[0]}"
         )
@@ -535,7 +533,7 @@ def does_not_occur(symptom: Symptom, numbers: Numbers) -> str:
             f"the step ends with an error ({numbers.error}), so {symptom.text!r} is not true of it: "
             "--shrink 'error != \"\"' reduces that"
         )
-    seen = f"loss {shown(numbers.loss)}, grad_norm {shown(numbers.grad_norm)}"
+    seen = f"loss {numbers.loss:.6g}, grad_norm {numbers.grad_norm:.6g}"
     return f"the symptom does not occur: {symptom.text!r} is false of {numbers.num_rows} rows ({seen}), so nothing is reduced"
 
 
@@ -547,7 +545,8 @@ def write_cut(
     header = replace(record.header, recording=Recording(record.header.recording.scope, steps=(cut.step,)))
     trainer.config.debug = DebugConfig()  # else it would save anchors of its own
     if cut.kept is None and record.header.recording.has_plans:
-        steps = [as_recorded(bench, rank) for rank in range(ranks.data_parallel_size)]
+        steps = [rank_step(bench.recorded, rank) for rank in range(ranks.data_parallel_size)]
+        steps = [step if step.text is not None else with_text(step, trainer) for step in steps]
         write_steps(folder, header, steps, ranks.rank)
     elif cut.error is not None:
         header = replace(header, recording=Recording("rollout", steps=(cut.step,)), environment=environment())
@@ -571,11 +570,6 @@ def write_cut(
         commit_anchor(anchor, cut.step)
         write_header(folder, portable_header(header, trainer, anchor, paths))
     ranks.barrier()
-
-
-def as_recorded(bench: Bench, rank: int) -> RankStep:
-    found = rank_step(bench.recorded, rank)
-    return found if found.text is not None else with_text(found, bench.trainer)
 
 
 def with_text(step: RankStep, trainer: PPOTrainer) -> RankStep:

@@ -3,25 +3,13 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 from replayer.errors import WrongFilter
 from replayer.expression import Expression, parse_expression
 
 OPTION = "--shrink"
-NAMES = (
-    "loss",
-    "grad_norm",
-    "stats",
-    "rewards",
-    "advantages",
-    "logprobs",
-    "lengths",
-    "num_rows",
-    "num_tokens",
-    "error",
-)
 
 
 class Statistics(dict[str, float]):
@@ -60,6 +48,9 @@ class Numbers:
     error: str = ""
 
 
+NAMES = tuple(member.name for member in fields(Numbers))
+
+
 @dataclass(frozen=True)
 class Symptom:
     """A parsed symptom. `like` are the numbers of the complete step, once it has run."""
@@ -96,11 +87,6 @@ def parse_symptom(text: str) -> Symptom:
     if not any(expression.uses(name) for name in NAMES):
         raise WrongFilter(f"{OPTION} {text!r} does not depend on the step: use {', '.join(NAMES)}")
     return Symptom(text, expression)
-
-
-def shown(value: Any) -> str:
-    """Format a number of a step."""
-    return f"{value:.6g}"
 
 
 T = TypeVar("T")

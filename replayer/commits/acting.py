@@ -23,7 +23,7 @@ from typing import Any
 from replayer.commits.bisect import git
 
 Definition = tuple[str, str]  # path of the file, name; "" is the rest of the module
-CALLED_BY_TORCH = ("forward", "backward", "step")
+UNSEEN = re.compile(r"forward|backward|step|__.*__")  # methods that torch or Python calls
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Sources:
             defined = self.file(file).definitions
             found |= {(file, method) for method in defined if method.partition(".")[2] in attributes}
         methods = [other for other in source.definitions if other.startswith(f"{name}.") and name]
-        found |= {(path, method) for method in methods if called_unseen(method.partition(".")[2])}
+        found |= {(path, method) for method in methods if UNSEEN.fullmatch(method.partition(".")[2])}
         return {*found, (path, "")} - {definition}
 
     def definitions(self, definition: Definition) -> dict[str, list[ast.stmt]]:
@@ -226,10 +226,6 @@ class Sources:
         return (
             [(path, name)] if name in defined and name else [] if name else [(path, one) for one in defined]
         )
-
-
-def called_unseen(method: str) -> bool:
-    return method in CALLED_BY_TORCH or (method.startswith("__") and method.endswith("__"))
 
 
 @contextmanager
@@ -391,7 +387,13 @@ def first_changed_line(repository: Path, good: str, bad: str, after: Sources, de
     ]
     text = git(repository, "diff", "-U0", "--no-renames", good, bad, "--", path)
     lines = after.read(path).splitlines()
-    prose = docstring_lines(nodes)
+    texts = [
+        inner
+        for node in nodes
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Expr) and is_docstring(inner)
+    ]
+    prose = {n for text in texts for n in range(text.lineno, (text.end_lineno or 0) + 1)}
     changed: list[int] = []
     for match in HUNK.finditer(text):
         begin, count = int(match[1]), int(match[2] or 1)
@@ -399,8 +401,3 @@ def first_changed_line(repository: Path, good: str, bad: str, after: Sources, de
     inside = [n for n in changed if any(first <= n <= last for first, last in spans)]
     code = [n for n in inside if n not in prose and lines[n - 1].strip() and lines[n - 1].strip()[0] != "#"]
     return next(iter([*code, *inside, *(first for first, _ in spans), 1]))
-
-
-def docstring_lines(nodes: Sequence[ast.stmt]) -> set[int]:
-    texts = [inner for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Expr)]
-    return {n for text in texts if is_docstring(text) for n in range(text.lineno, (text.end_lineno or 0) + 1)}

@@ -62,9 +62,6 @@ class Numbers:
             (step for step in steps if dict(self.steps).get(step) != dict(other.steps).get(step)), None
         )
 
-    def up_to(self, last: int) -> "Numbers":
-        return Numbers({step: values for step, values in self.steps.items() if step <= last})
-
 
 @dataclass(frozen=True)
 class Change:
@@ -156,7 +153,7 @@ def find_commit(
         raise SameNumbers(
             f"{good} and {bad} produce the same numbers up to step {last}: choose other revisions, or a later --to-step"
         )
-    wanted = ends[0].up_to(step)
+    wanted = Numbers({number: values for number, values in ends[0].steps.items() if number <= step})
     num_replays = 2
 
     def is_good(commit: str) -> bool | None:

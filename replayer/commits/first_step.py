@@ -32,15 +32,6 @@ class FirstStep:
     num_steps: int
 
 
-def weights_differ(left: Record, right: Record, step: int) -> bool:
-    """Return whether any parameter's checksum differs after the step.
-
-    Raises StepNotRecorded for scope "rollout".
-    """
-    here, there = (record.step(step).outcome(0).checksums for record in (left, right))
-    return here != there
-
-
 def first_true(count: int, holds: Callable[[int], bool]) -> int:
     """Return the first index with monotonic `holds` true, `count` if there is none."""
     low, high = 0, count
@@ -72,7 +63,8 @@ def bisect_steps(left: Record, right: Record, fast: bool = False) -> FirstStep:
 
     def differs(index: int) -> bool:
         read.append(steps[index])
-        return weights_differ(left, right, steps[index])
+        here, there = (record.step(steps[index]).outcome(0).checksums for record in (left, right))
+        return here != there
 
     # most compared records are equal to the end, which needs one comparison
     if not differs(len(steps) - 1):

@@ -267,27 +267,23 @@ def pattern_of_division(here: Sequence[Outcome], there: Sequence[Outcome]) -> Pa
         )
     num_groups = sum(map(len, sides[0]))
     as_sets = [[sorted(tuple(sorted(group)) for group in groups) for groups in side] for side in sides]
-    if as_sets[0] != as_sets[1]:
-        return Pattern(
-            "same set, other order",
-            f"the same {count(len(flat[0]), 'row')}, divided into other micro-batches ({num_groups} in A, "
-            f"{sum(map(len, sides[1]))} in B)",
-        )
     in_order = [[[tuple(sorted(group)) for group in groups] for groups in side] for side in sides]
-    if in_order[0] == in_order[1]:
-        return Pattern(
-            "same set, other order", f"the same {num_groups} micro-batches, their rows in another order"
-        )
-    return Pattern(
-        "same set, other order", f"the same {num_groups} micro-batches, {how_ordered(here, there)}"
-    )
+    how = "their rows in another order" if in_order[0] == in_order[1] else how_ordered(here, there)
+    why = f"the same {num_groups} micro-batches, {how}"
+    if as_sets[0] != as_sets[1]:
+        numbers = f"{num_groups} in A, {sum(map(len, sides[1]))} in B"
+        why = f"the same {count(len(flat[0]), 'row')}, divided into other micro-batches ({numbers})"
+    return Pattern("same set, other order", why)
 
 
 def how_ordered(here: Sequence[Outcome], there: Sequence[Outcome]) -> str:
     """Describe the order of the same micro-batches: reversed, minibatches exchanged, or another."""
     minibatches = [
         [
-            [[one.rows for one in in_minibatch(outcome, number)] for number in numbers_in(outcome)]
+            [
+                [one.rows for one in in_minibatch(outcome, number)]
+                for number in sorted({one.minibatch for one in outcome.micro_batches})
+            ]
             for outcome in outcomes
         ]
         for outcomes in (here, there)
@@ -297,11 +293,6 @@ def how_ordered(here: Sequence[Outcome], there: Sequence[Outcome]) -> str:
     if all(b == a[::-1] for a, b in zip(*minibatches, strict=True)):
         return "the minibatches in reverse order"
     return "in another order"
-
-
-def numbers_in(outcome: Outcome) -> list[int]:
-    """Return the minibatches of an outcome, in order."""
-    return sorted({one.minibatch for one in outcome.micro_batches})
 
 
 def pattern_of_parameters(

@@ -31,33 +31,13 @@ MIN_UNRELATED = 8  # values: fewer may differ in all of them by chance
 class Pattern:
     """How B's values follow from A's.
 
-    `kind` is one of KINDS; `why` a phrase with the numbers; `value` the shift, factor, offset, or
+    `kind` names the relation, or the place; `why` a phrase with the numbers; `value` the shift, factor, offset, or
     number of rows.
     """
 
     kind: str
     why: str
     value: float | None = None
-
-
-KINDS = (
-    "shifted",
-    "scaled",
-    "offset",
-    "permuted",
-    "same set, other order",
-    "other support",
-    "not finite",
-    "rounding",
-    "replaced",
-    "one rank",
-    "one row",
-    "later rows",
-    "one tensor",
-    "one layer",
-    "some tensors",
-    "every tensor",
-)
 
 
 def count(number: int, noun: str) -> str:
@@ -336,11 +316,11 @@ def scaled(pairs: Pairs, rows: Sequence[RowPair]) -> Pattern | None:
     factor = float(np.median(right / left))
     error = float((np.abs(right - factor * left) / np.abs(right)).max())
     about = exactness(pairs, error, len(left))
-    if about is None or abs(factor - 1) <= 10 * about.tolerance:
+    if about is None or abs(factor - 1) <= 10 * about:
         return None
-    if distinct_sizes(np.abs(left), 2 * about.tolerance) < MIN_DISTINCT:
+    if distinct_sizes(np.abs(left), 2 * about) < MIN_DISTINCT:
         return None
-    return Pattern("scaled", f"B is {about.show(factor)} x A in {counted(rows, left)}", factor)
+    return Pattern("scaled", f"B is {known_digits(factor, about)} x A in {counted(rows, left)}", factor)
 
 
 def offset(pairs: Pairs, rows: Sequence[RowPair]) -> Pattern | None:
@@ -352,34 +332,29 @@ def offset(pairs: Pairs, rows: Sequence[RowPair]) -> Pattern | None:
     sizes = np.maximum(np.maximum(np.abs(left), np.abs(right)), abs(added))
     error = float((np.abs(right - left - added) / sizes).max())
     about = exactness(pairs, error, len(left))
-    if about is None or abs(added) <= 10 * about.tolerance * float(sizes.max()):
+    if about is None or abs(added) <= 10 * about * float(sizes.max()):
         return None
-    if distinct_sizes(left, 2 * about.tolerance) < MIN_DISTINCT:
+    if distinct_sizes(left, 2 * about) < MIN_DISTINCT:
         return None
     sign = "+" if added > 0 else "-"
-    return Pattern("offset", f"B is A {sign} {about.show(abs(added))} in {counted(rows, left)}", added)
+    return Pattern(
+        "offset", f"B is A {sign} {known_digits(abs(added), about)} in {counted(rows, left)}", added
+    )
 
 
-@dataclass(frozen=True)
-class Exactness:
-    """How exactly a relation holds: the largest relative error that it allows."""
-
-    tolerance: float
-
-    def show(self, number: float) -> str:
-        """Return the relation's number with the digits that are known."""
-        return f"about {number:.3g}" if self.tolerance == ABOUT else f"{number:.6g}"
+def known_digits(number: float, tolerance: float) -> str:
+    return f"about {number:.3g}" if tolerance == ABOUT else f"{number:.6g}"
 
 
-def exactness(pairs: Pairs, error: float, num_values: int) -> Exactness | None:
+def exactness(pairs: Pairs, error: float, num_values: int) -> float | None:
     """Return how exactly a relation with a largest relative error holds; None if it does not.
 
     It holds up to rounding; or about, if enough values agree that a small addend explains the rest.
     """
     if error <= ULPS * pairs.epsilon:
-        return Exactness(ULPS * pairs.epsilon)
+        return ULPS * pairs.epsilon
     if error <= ABOUT and num_values >= MIN_UNRELATED and pairs.epsilon:
-        return Exactness(ABOUT)
+        return ABOUT
     return None
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from recorder import MicroBatch, Outcome, Plan, RecordedStep
+from recorder import Outcome, Plan, RecordedStep
 from recorder.conversations import conversations
 from recorder.format import IMAGE_KEYS, OTHER_TRAINER_KEYS, BatchEntry, TensorEntry
 from replayer.compare.inputs import describe, differing_result, pictures_of
@@ -506,15 +506,10 @@ def compare_numbers(
     stage: str, name: str, left: float | None, right: float | None, minibatch: int | None = None
 ) -> Iterator[StageDifference]:
     if (left is None) != (right is None) or (
-        left is not None and right is not None and hex_of(left) != hex_of(right)
+        left is not None and right is not None and float(left).hex() != float(right).hex()
     ):
         largest = None if left is None or right is None else abs(left - right)
         yield StageDifference(stage, name, left, right, largest=largest, minibatch=minibatch)
-
-
-def hex_of(value: float) -> str:
-    """Return C99 hex: equal text means equal bits."""
-    return float(value).hex()
 
 
 def compare_updates(
@@ -554,13 +549,8 @@ def compare_losses(rank: int, minibatch: int, left: Outcome, right: Outcome) -> 
         if rows != other_rows:
             yield StageDifference("loss", f"rows of {name}", rows, other_rows, minibatch=minibatch)
         for fact in ("num_tokens", "weight", "loss"):
-            numbers = number_of(a, fact), number_of(b, fact)
+            numbers = getattr(a, fact, None), getattr(b, fact, None)  # None: it is not there
             yield from compare_numbers("loss", f"{fact} of {name}", *numbers, minibatch)
-
-
-def number_of(micro_batch: MicroBatch | None, fact: str) -> float | None:
-    """One number of a micro-batch, None if there is no such micro-batch."""
-    return None if micro_batch is None else getattr(micro_batch, fact)
 
 
 def compare_checksums(

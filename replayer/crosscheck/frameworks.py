@@ -28,28 +28,6 @@ class CannotRun(ValueError):
     """A framework's code cannot compute this stage of this step; the message is the reason."""
 
 
-class Framework:
-    """The code of a framework: `name` and version, its view of options, and two stages."""
-
-    name: str
-
-    def describe(self) -> str:
-        """Return name and version."""
-        return f"{self.name} {version(self.name.lower())}"
-
-    def view(self, options: Options) -> Options:
-        """Return what the framework computes where it is given these options."""
-        raise NotImplementedError
-
-    def advantages(self, rows: StepRows, options: Options) -> Floats:
-        """Compute advantages [N, T] in float64. Raises CannotRun."""
-        raise NotImplementedError
-
-    def loss(self, given: LossInputs, options: Options) -> tuple[float, Tensor]:
-        """Compute the loss of an update, and its gradient by `given.current`. Raises CannotRun."""
-        raise NotImplementedError
-
-
 def imported(module: str) -> Any:
     """Import a module of a framework.
 
@@ -87,18 +65,17 @@ def gradient_of(compute: Callable[[Tensor], Tensor], given: LossInputs) -> tuple
     return float(loss.detach()), gradient
 
 
-class Trl(Framework):
-    """GRPOTrainer of TRL."""
+class Trl:
+    """GRPOTrainer of TRL; `view` is what it computes where it is given options."""
 
     name = "TRL"
+    view = staticmethod(as_trl)
 
     def __init__(self) -> None:
         self.trainer = imported("trl.trainer.grpo_trainer").GRPOTrainer
 
-    def view(self, options: Options) -> Options:
-        return as_trl(options)
-
     def advantages(self, rows: StepRows, options: Options) -> Floats:
+        """Compute advantages [N, T] in float64. Raises CannotRun."""
         order, size = equal_groups(rows)
         rewards = torch.from_numpy(rows.rewards[order] * options.reward_scaling)
         ids = [[1]] * len(order)
@@ -115,6 +92,7 @@ class Trl(Framework):
         return np.where(mask_of(rows, options), by_row[:, None], 0.0)
 
     def loss(self, given: LossInputs, options: Options) -> tuple[float, Tensor]:
+        """Compute the loss of an update, and its gradient by `given.current`. Raises CannotRun."""
         kinds = {aggregation: kind for kind, aggregation in TRL_AGGREGATIONS.items() if kind != "bnpo"}
         if options.aggregation not in kinds:
             raise CannotRun(f"TRL has no aggregation {options.aggregation}")
@@ -195,16 +173,14 @@ def trl_stand_in(**given: Any) -> SimpleNamespace:
     )  # fmt: skip
 
 
-class Verl(Framework):
-    """The functions of verl.trainer.ppo.core_algos."""
+class Verl:
+    """The functions of verl.trainer.ppo.core_algos, with the methods of `Trl`."""
 
     name = "verl"
+    view = staticmethod(as_verl)
 
     def __init__(self) -> None:
         self.algorithms = imported("verl.trainer.ppo.core_algos")
-
-    def view(self, options: Options) -> Options:
-        return as_verl(options)
 
     def advantages(self, rows: StepRows, options: Options) -> Floats:
         values = rows.tensors.get("values")
@@ -283,4 +259,10 @@ class Verl(Framework):
         return gradient_of(compute, given)
 
 
-FRAMEWORKS = {"trl": Trl, "verl": Verl}
+Framework = Trl | Verl
+FRAMEWORKS: dict[str, type[Framework]] = {"trl": Trl, "verl": Verl}
+
+
+def describe(framework: Framework) -> str:
+    """Return name and version."""
+    return f"{framework.name} {version(framework.name.lower())}"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from recorder.environment import folder_identity
-from replayer.crosscheck.frameworks import FRAMEWORKS, CannotRun, Framework
+from replayer.crosscheck.frameworks import FRAMEWORKS, CannotRun, Framework, describe
 from replayer.crosscheck.model_pass import ModelPass, load_pass
 from replayer.crosscheck.options import KNOWN, STAGES, Change, Explanation, Options, explain, sentence
 from replayer.crosscheck.step_rows import Bools, Floats, StepRows, Update
@@ -65,7 +65,7 @@ class Observation:
 def observations_of(rows: StepRows) -> list[Observation]:
     """List what was recorded of the stages before the loss, in the order of computation."""
     found = [
-        statistic(rows, "rewards", name, how, lambda _: own_rewards(rows))
+        statistic(rows, "rewards", name, how, lambda _: exactly(rows.rewards))
         for name, how in REWARD_STATISTICS.items()
         if name in rows.stats
     ]
@@ -92,10 +92,6 @@ def statistic(
     return Observation(
         stage, name, np.asarray(rows.stats[name]), lambda options: reduced(values(options), how)
     )
-
-
-def own_rewards(rows: StepRows) -> Bounded:
-    return Bounded(rows.rewards, np.zeros(len(rows.rewards)))
 
 
 def terminal(rows: StepRows, options: Options) -> Bounded:
@@ -160,9 +156,9 @@ class RowDifference:
     row: int
     prompt_id: int
     sample_id: int
-    token: int | None
-    recorded: float | None
-    recomputed: float | None
+    token: int | None = None
+    recorded: float | None = None
+    recomputed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -276,13 +272,17 @@ class Comparison:
             self.compare([one for one in observed if one.stage == stage], stage)
         self.compare_loss()
         self.compare_gradient()
-        name = "float64" if self.framework is None else self.framework.describe()
+        name = "float64" if self.framework is None else describe(self.framework)
         return Opinion(name, tuple(self.found))
+
+    def skip(self, stage: str, reason: str | None) -> None:
+        """Add a stage that is not checked."""
+        self.found.append(StageOpinion(stage, "not checked", reason=reason))
 
     def compare(self, observed: list[Observation], stage: str) -> None:
         """Compare the observations of a stage before the loss."""
         if reason := self.why_not(stage, observed):
-            self.found.append(StageOpinion(stage, "not checked", reason=reason))
+            self.skip(stage, reason)
             return
         stages = self.open_stages(stage)
         if self.framework is not None and stage == "advantages":
@@ -290,7 +290,7 @@ class Comparison:
             try:
                 theirs = self.framework.advantages(self.rows, self.base)
             except CannotRun as error:
-                self.found.append(StageOpinion(stage, "not checked", reason=str(error)))
+                self.skip(stage, str(error))
                 return
             values = [Bounded(theirs, advantages_of(self.rows, self.base).error)]
         else:
@@ -388,7 +388,7 @@ class Comparison:
         compared = [update for update in self.updates if update.loss is not None]
         if not compared:
             reason = "the record has no loss" if self.updates else "; ".join(reasons)
-            self.found.append(StageOpinion("loss", "not checked", reason=reason))
+            self.skip("loss", reason)
             return
         # a mask that explains the advantages may be the loss's, too, or not
         masks = dict.fromkeys((self.base.mask, self.configured.options.mask))
@@ -397,7 +397,7 @@ class Comparison:
                 [self.loss(update, replace(self.base, mask=mask)) for update in compared] for mask in masks
             ]
         except CannotRun as error:
-            self.found.append(StageOpinion("loss", "not checked", reason=str(error)))
+            self.skip("loss", str(error))
             return
         fits = [max(map(loss_misfit, compared, losses)) for losses in tried]
         best = fits.index(min(fits))
@@ -507,7 +507,7 @@ class Comparison:
         loss = next(one for one in self.found if one.stage == "loss")
         if self.model is None or not compared or loss.verdict == "not checked":
             reason = self.no_model if self.model is None else loss.reason or "the record has no gradient norm"
-            self.found.append(StageOpinion("gradient", "not checked", reason=reason))
+            self.skip("gradient", reason)
             return
         what = f"gradient norm of optimizer step{'s' * (len(compared) > 1)} {listed(self.rows.updates, compared)}"
         for update in compared:
@@ -608,15 +608,8 @@ def where(rows: StepRows, observation: Observation, found: Bounded) -> dict[str,
     }
 
 
-def row_difference(
-    rows: StepRows,
-    row: int,
-    token: int | None = None,
-    recorded: float | None = None,
-    recomputed: float | None = None,
-) -> RowDifference:
-    rank, number, prompt_id, sample_id = rows.place[row].tolist()
-    return RowDifference(rank, number, prompt_id, sample_id, token, recorded, recomputed)
+def row_difference(rows: StepRows, row: int, *values: Any) -> RowDifference:
+    return RowDifference(*rows.place[row].tolist(), *values)
 
 
 TWIN = "float64"

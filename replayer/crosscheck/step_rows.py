@@ -6,9 +6,10 @@ them needs torch and other people's packages, and never sees the files.
 
 import base64
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -164,39 +165,20 @@ def origin_of(record: Record, step: int, version: int) -> Origin:
     return Origin(record.path, by_name(header), header.trainer, path, header.model["files"], starts)
 
 
-def to_json(rows: StepRows) -> dict[str, Any]:
-    document = {field.name: getattr(rows, field.name) for field in fields(rows)}
-    arrays = {name: array_json(value) for name, value in document.items() if isinstance(value, np.ndarray)}
-    return (
-        document
-        | arrays
-        | {
-            "origin": asdict(rows.origin),
-            "tensors": {name: array_json(matrix) for name, matrix in rows.tensors.items()},
-            "updates": [vars(update) | {"rows": array_json(update.rows)} for update in rows.updates],
-        }
-    )
+def to_json(value: Any) -> Any:
+    """Return a dataclass of arrays, numbers and texts as JSON types."""
+    if isinstance(value, np.ndarray):
+        return array_json(value)
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {name: to_json(item) for name, item in value.items()}
+    return [to_json(item) for item in value] if isinstance(value, tuple) else value
 
 
 def from_json(document: Mapping[str, Any]) -> StepRows:
     """Return the rows of `to_json`."""
-    arrays = {
-        name: array_of(value)
-        for name, value in document.items()
-        if isinstance(value, dict) and "base64" in value
-    }
-    return StepRows(
-        **{
-            **document,
-            **arrays,
-            "origin": Origin(**document["origin"]),
-            "unknown": tuple(document["unknown"]),
-            "tensors": {name: array_of(value) for name, value in document["tensors"].items()},
-            "updates": tuple(
-                Update(**{**update, "rows": array_of(update["rows"])}) for update in document["updates"]
-            ),
-        }
-    )
+    return msgspec.convert(document, StepRows, dec_hook=lambda _, value: array_of(value))
 
 
 def array_json(array: npt.NDArray[Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ TRL_CORRECTIONS = {
 }
 VERL_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 NOT_COMPUTED = "the configuration has {}, which is not recomputed here"
+MEAN_OF_UPDATES = "the loss is a mean over {} optimizer steps, of which only the first is known"
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,16 @@ def options_of(origin: Origin) -> Configured:
         ) from None
 
 
+# option -> member of our section `actor`
+OF_OURS = {
+    **{name: name for name in ("reward_bias", "reward_scaling", "reward_clip", "discount", "gae_lambda")},
+    "kl_reward_coef": "kl_ctl", "kl_reward_estimator": "kl_estimator", "correction_cap": "behav_imp_weight_cap",
+    "ratio_level": "importance_sampling_level", "clip_low": "eps_clip", "clip_high": "eps_clip_higher",
+    "dual_clip": "c_clip", "aggregation": "loss_aggregation", "max_length": "max_new_tokens",
+    "kl_coef": "kl_loss_coef", "kl_estimator": "kl_loss_estimator",
+}  # fmt: skip
+
+
 def of_ours(config: Mapping[str, Any]) -> Configured:
     actor = config["actor"]
     if "gconfig" not in config:
@@ -104,28 +115,13 @@ def of_ours(config: Mapping[str, Any]) -> Configured:
         unchecked["advantages"] = NOT_COMPUTED.format("mask_no_eos_with_zero and a critic")
     rewards, tokens = norm(actor["reward_norm"]), norm(actor["adv_norm"])
     options = Options(
-        reward_bias=actor["reward_bias"],
-        reward_scaling=actor["reward_scaling"],
-        reward_clip=actor["reward_clip"],
+        **{option: actor[name] for option, name in OF_OURS.items()},
         overlong=overlong(actor),
         truncated="zero" if actor["mask_no_eos_with_zero"] else "kept",
-        kl_reward_coef=actor["kl_ctl"],
-        kl_reward_estimator=actor["kl_estimator"],
         **rewards,
-        discount=actor["discount"],
-        gae_lambda=actor["gae_lambda"],
         **{f"token_{name}": value for name, value in tokens.items()},
         old_logprobs="trainer" if decoupled or actor["recompute_logprob"] else "rollout",
         correction="masked tokens" if decoupled else None,
-        correction_cap=actor["behav_imp_weight_cap"],
-        ratio_level=actor["importance_sampling_level"],
-        clip_low=actor["eps_clip"],
-        clip_high=actor["eps_clip_higher"],
-        dual_clip=actor["c_clip"],
-        aggregation=actor["loss_aggregation"],
-        max_length=actor["max_new_tokens"],
-        kl_coef=actor["kl_loss_coef"],
-        kl_estimator=actor["kl_loss_estimator"],
         max_norm=actor["optimizer"]["gradient_clipping"] or inf,
     )
     return Configured(options, "the config says", None, unchecked, actor["dtype"], bool(config.get("critic")))
@@ -157,13 +153,9 @@ def of_trl(config: Mapping[str, Any]) -> Configured:
     kind = given("loss_type", "dapo")
     if kind not in TRL_AGGREGATIONS:
         unchecked["loss"] = NOT_COMPUTED.format(f"loss_type={kind}")
-    for name, default in {
-        "entropy_coef": 0.0,
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-        "vllm_importance_sampling_clip_min": None,
-    }.items():
-        if given(name, default) not in (default, None):
+    usual = {"entropy_coef": 0.0, "top_entropy_quantile": 1.0}
+    for name in (*usual, "off_policy_mask_threshold", "vllm_importance_sampling_clip_min"):
+        if given(name) not in (usual.get(name), None):
             unchecked["loss"] = NOT_COMPUTED.format(name)
     if given("multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
         unchecked["advantages"] = NOT_COMPUTED.format("multi_objective_aggregation=normalize_then_sum")
@@ -286,9 +278,7 @@ def of_slime(config: Mapping[str, Any]) -> Configured:
         unchecked["loss"] = NOT_COMPUTED.format("advantage_estimator=cispo")
     rows = given("rollout_batch_size", 0) * given("n_samples_per_prompt", 1)
     if (updates := rows // (given("global_batch_size") or rows or 1)) > 1:
-        unchecked["loss"] = (
-            f"the loss is a mean over {updates} optimizer steps, of which only the first is known"
-        )
+        unchecked["loss"] = MEAN_OF_UPDATES.format(updates)
     is_normalised, whitened = given("rewards_normalization", True), bool(given("normalize_advantages", False))
     options = Options(
         mean="group" if is_normalised else None,
@@ -334,9 +324,7 @@ def of_nemo_rl(config: Mapping[str, Any]) -> Configured:
     rows = grpo.get("num_prompts_per_step", 0) * grpo.get("num_generations_per_prompt", 1)
     policy = config.get("policy") or {}
     if (updates := rows // (policy.get("train_global_batch_size") or rows or 1)) > 1:
-        unchecked["loss"] = (
-            f"the loss is a mean over {updates} optimizer steps, of which only the first is known"
-        )
+        unchecked["loss"] = MEAN_OF_UPDATES.format(updates)
     options = Options(
         leave_one_out=leaves_out,
         std="group" if scaled else None,
@@ -365,31 +353,28 @@ VERL_ESTIMATORS = {
 }
 
 
+# what TRL has in no option: it computes with the defaults of Options
+NOT_OF_TRL = ("reward_bias", "reward_clip", "overlong", "truncated", "kl_reward_coef", "grouping", "mean", "leave_one_out",
+              "unbiased", "inside_root", "length", "discount", "gae_lambda", "token_mean", "token_std", "correction",
+              "kl_estimator")  # fmt: skip
+OF_VERL = ("kl_reward_coef", "kl_reward_estimator", "old_logprobs", "clip_low", "clip_high", "aggregation", "max_length",
+           "kl_coef", "kl_estimator", "norm", "max_norm")  # fmt: skip
+
+
+def taken(options: Options, *names: str) -> dict[str, Any]:
+    """Return some options by name."""
+    return {name: getattr(options, name) for name in names}
+
+
 def as_trl(options: Options) -> Options:
     """Return what TRL computes where it is given these options as far as it has them."""
     return replace(
         options,
-        reward_bias=0.0,
-        reward_clip=inf,
-        overlong=None,
-        truncated="kept",
+        **taken(Options(), *NOT_OF_TRL),
         mask=options.mask if options.mask == "without truncated rows" else "loss mask",
-        kl_reward_coef=0.0,
-        grouping="prompt",
-        mean="group",
-        leave_one_out=False,
-        unbiased=True,
         eps=1e-4,
-        inside_root=False,
-        length="kept",
-        discount=1.0,
-        gae_lambda=1.0,
-        token_mean=None,
-        token_std=None,
-        correction=None,
         aggregation="token-mean" if options.aggregation == "token-sum" else options.aggregation,
         empty_rows="counted",
-        kl_estimator="k3",
         kl_weight="ratio",
     )
 
@@ -397,31 +382,18 @@ def as_trl(options: Options) -> Options:
 def as_verl(options: Options) -> Options:
     """Return what verl computes where it is given these options as far as it has them."""
     if options.mean is None:
-        base = VERL_ESTIMATORS["gae"]
+        base = replace(VERL_ESTIMATORS["gae"], **taken(options, "discount", "gae_lambda"))
     elif options.leave_one_out:
         base = VERL_ESTIMATORS["rloo"]
     elif options.std is None and options.token_std is not None:
         base = VERL_ESTIMATORS["reinforce_plus_plus_baseline"]
     else:
         base = replace(VERL_ESTIMATORS["grpo"], std=None if options.std is None else "group")
-    is_gae = base is VERL_ESTIMATORS["gae"]
+    is_token = options.ratio_level == "token"
     return replace(
         base,
-        reward_scaling=1.0,
-        kl_reward_coef=options.kl_reward_coef,
-        kl_reward_estimator=options.kl_reward_estimator,
+        **taken(options, *OF_VERL),
         kl_place="rewards",
-        discount=options.discount if is_gae else 1.0,
-        gae_lambda=options.gae_lambda if is_gae else 1.0,
-        old_logprobs=options.old_logprobs,
-        ratio_level="token" if options.ratio_level == "token" else "sequence",
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        dual_clip=None if options.ratio_level != "token" else options.dual_clip or 3.0,
-        aggregation=options.aggregation,
-        max_length=options.max_length,
-        kl_coef=options.kl_coef,
-        kl_estimator=options.kl_estimator,
-        norm=options.norm,
-        max_norm=options.max_norm,
+        ratio_level="token" if is_token else "sequence",
+        dual_clip=options.dual_clip or 3.0 if is_token else None,
     )

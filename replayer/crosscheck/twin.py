@@ -10,6 +10,7 @@ it, from the standard model of rounding (Higham, Accuracy and Stability of Numer
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from replayer.crosscheck.step_rows import Bools, Floats, StepRows, Update
 
 UNIT = 2.0**-24  # relative rounding error of float32
 SMALLEST = 2.0**-149
+V = TypeVar("V", Floats, Tensor)
 TRUNCATED = 1  # finish reason
 
 
@@ -83,17 +85,19 @@ def rewards_of(rows: StepRows, options: Options) -> Bounded:
     return Bounded(rewards, 4 * UNIT * (np.abs(rewards) + abs(options.reward_bias * options.reward_scaling)))
 
 
-def estimate(log_ratio: Floats, estimator: str) -> Floats:
+def estimate(log_ratio: V, estimator: str) -> V:
     """Estimate a KL per token from log pi - log pi_ref (J. Schulman, 2020)."""
     if estimator.endswith(EXCHANGED):
         return estimate(-log_ratio, estimator.removesuffix(EXCHANGED))
-    formulas: dict[str, Callable[[Floats], Floats]] = {
+    library: Any = torch if isinstance(log_ratio, Tensor) else np
+    formulas: dict[str, Callable[[Any], Any]] = {
         "k1": lambda d: d,
-        "abs": np.abs,
+        "abs": abs,
         "k2": lambda d: d**2 / 2,
-        "k3": lambda d: np.expm1(-d) + d,
+        "k3": lambda d: library.expm1(-d) + d,
     }
-    return formulas[estimator](log_ratio)
+    found: V = formulas[estimator](log_ratio)
+    return found
 
 
 def old_logprobs(rows: StepRows, options: Options) -> Floats | None:
@@ -355,13 +359,12 @@ def loss_inputs(
         for variant in (COUNTED, options.policy_mask, options.kl_mask)
     )
 
-    def chosen(matrix: Floats | None) -> Tensor | None:
-        return None if matrix is None else given(matrix)
+    counted = mask | policy_mask | kl_mask
 
-    def given(matrix: Floats) -> Tensor:
-        return torch.from_numpy(
-            np.where(mask | policy_mask | kl_mask, np.nan_to_num(matrix[update.rows]), 0.0)
-        )
+    def given(matrix: Floats | None) -> Any:
+        if matrix is not None:
+            return torch.from_numpy(np.where(counted, np.nan_to_num(matrix[update.rows]), 0.0))
+        return None
 
     return LossInputs(
         mask=torch.from_numpy(mask),
@@ -369,15 +372,15 @@ def loss_inputs(
         error=given(advantages.error),
         current=given(current),
         noise=rows.noise,
-        old=chosen(old_logprobs(rows, options)),
+        old=given(old_logprobs(rows, options)),
         rollout=given(rows.tensors["logprobs"]),
         # Where the model computed `current`, it is of the weights before the step.
-        proximal=chosen(rows.tensors.get("prox_logp", current if rows.noise else None)),
-        reference=chosen(rows.tensors.get("ref_logp")),
+        proximal=given(rows.tensors.get("prox_logp", current if rows.noise else None)),
+        reference=given(rows.tensors.get("ref_logp")),
         ranks=torch.from_numpy(rows.place[update.rows, 0]),
         policy_mask=torch.from_numpy(policy_mask),
         kl_mask=torch.from_numpy(kl_mask),
-        entropy=chosen(rows.tensors.get("entropy")),
+        entropy=given(rows.tensors.get("entropy")),
     )
 
 
@@ -421,24 +424,12 @@ def token_losses(given: LossInputs, options: Options) -> tuple[Tensor, Tensor, T
     losses = torch.where(given.policy_mask, losses * weight, 0.0)
     if options.kl_coef != 0.0 and given.reference is not None:
         of = {"trainer": given.proximal, "rollout": given.rollout}.get(options.kl_logprobs)
-        kl = kl_terms((given.current if of is None else of) - given.reference, options.kl_estimator)
+        kl = estimate((given.current if of is None else of) - given.reference, options.kl_estimator)
         kl = options.kl_coef * (kl * ratio if options.kl_weight == "ratio" else kl)
         losses = losses + torch.where(given.kl_mask, kl, 0.0)
     if options.entropy_coef != 0.0 and given.entropy is not None:
         losses = losses - options.entropy_coef * torch.where(mask, given.entropy, 0.0)
     return losses, weight, ratio.detach()
-
-
-def kl_terms(difference: Tensor, estimator: str) -> Tensor:
-    if estimator.endswith(EXCHANGED):
-        return kl_terms(-difference, estimator.removesuffix(EXCHANGED))
-    if estimator == "k1":
-        return difference
-    if estimator == "abs":
-        return difference.abs()
-    if estimator == "k2":
-        return difference**2 / 2
-    return torch.expm1(-difference) + difference
 
 
 def kl_slope(given: LossInputs, options: Options) -> Tensor:

@@ -23,7 +23,7 @@ from replayer.commits.bisect import Commit, commits_between, git, has_commit
 from replayer.commits.outside import code_of
 from replayer.commits.warm import search_commits
 from replayer.compare.stages import STAGES, StageDifference, prompts_of
-from replayer.diff import DiffReport, acts_from, share_a_prompt
+from replayer.diff import WEIGHTS, DiffReport, acts_from, share_a_prompt
 from replayer.errors import SameNumbers
 from replayer.own_code import code_arguments, own_code_of
 from replayer.request import Request, is_new_option_at_default
@@ -124,7 +124,11 @@ def settings_of(case: Case) -> list[Setting]:
         found.append(Setting("model", item.where, item.recorded, item.current, True, "every stage reads it"))
     for item in header.environment:
         if item.where.split(".")[0] not in OF_CODE:
-            acts = environment_acts(case, item)
+            acts = (
+                first.stage != "batch"
+                or case.kind_of_batch == "engine"
+                or item.where.split(".")[0] == "python"
+            )
             why = f"can act on the {first.stage}" if acts else "does not act on rows and masks"
             found.append(Setting("environment", item.where, item.recorded, item.current, acts, why))
     for outside in case.outside:
@@ -173,18 +177,12 @@ def option_of_others_acts(case: Case, name: str) -> tuple[bool, str]:
     return True, f"where this option of {case.left.header.trainer} acts is not known"
 
 
-def environment_acts(case: Case, item: Difference) -> bool:
-    if case.first.stage != "batch" or case.kind_of_batch == "engine":
-        return True
-    return item.where.split(".")[0] == "python"
-
-
 def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
     """Yield one candidate for the options that act, the latest first."""
     acting = [item for item in settings if item.section == "config" and item.acts]
     if not acting:
         return
-    stage = case.first.stage
+    stage, has_plans = case.first.stage, case.left.header.recording.has_plans
     acting.sort(key=lambda item: -STAGES.index(acts_from(item.where)))
     nearest = acting[0]
     overrides = tuple(f"{item.where}={shown_value(item.right)}" for item in acting)
@@ -200,15 +198,11 @@ def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candi
         distance,
         evidence if case.left.header.trainer is None else nearest.why,
         f"B, run again with {nearest.where}={shown_value(nearest.left)}, still differs from A there",
-        next_of_config(case, overrides[0]),
+        diff_command(case)
+        if stage == "batch" or not has_plans
+        else replay_command(case.left, case.step, overrides[0]),
         overrides,
     )
-
-
-def next_of_config(case: Case, override: str) -> str:
-    if case.first.stage == "batch" or not case.left.header.recording.has_plans:
-        return diff_command(case)
-    return replay_command(case.left, case.step, override)
 
 
 def diff_command(case: Case) -> str:
@@ -238,7 +232,7 @@ def model_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candid
     ]
     names = list(dict.fromkeys(names))
     if names and (case.step == case.left.steps[0] or not case.weights_before):
-        of_weights = any(name.endswith((".safetensors", ".bin", ".gguf")) for name in names)
+        of_weights = any(name.endswith(WEIGHTS) for name in names)
         what = f"A and B started from other model files ({listed(names)})"
         yield Candidate(
             Cause("config" if of_weights else "data", what),
@@ -322,26 +316,24 @@ def distance_of(case: Case, item: "CodeDifference") -> int:
 
 def data_finding(case: Case) -> Finding | None:
     """Judge inputs or rewards that differ though nothing was set differently."""
-    show = diff_command(case)
     first = case.first
+
+    def judged(kind: Kind, what: str, evidence: str, refuted: str) -> Finding:
+        return Finding(Cause(kind, what), "medium", (evidence,), refuted, diff_command(case))
+
     if first.name == "images":
         what = f"{first.num_different} of {first.num_compared} pictures of the same rows are others"
         evidence = f"A has {first.left or 'none'}, B {first.right or 'none'}"
-        refuted = "the data sets of A and B have equal pictures"
-        return Finding(Cause("data", what), "medium", (evidence,), refuted, show)
+        return judged("data", what, evidence, "the data sets of A and B have equal pictures")
     if first.name == "tool result":
         what = "a tool outside of the run, or its data, answered the same call in another way"
         evidence = "the messages and the tool calls before it are equal"
         refuted = "the tool, called again with these arguments, returns the same every time"
-        return Finding(Cause("environment", what), "medium", (evidence,), refuted, show)
+        return judged("environment", what, evidence, refuted)
     if first.name == "loss_mask":
-        what = (
-            f"the loss mask of {first.num_different} of {first.num_compared} tokens of the same rows differs"
-        )
-        found = unknown_finding(
-            case, "prompts and completions are equal: what makes the mask is not the same"
-        )
-        return replace(found, cause=replace(found.cause, what=what), next=show)
+        of = f"{first.num_different} of {first.num_compared} tokens"
+        same = "prompts and completions are equal: what makes the mask is not the same"
+        return not_known(case, f"the loss mask of {of} of the same rows differs", same)
     if case.kind_of_batch == "data":
         here, there = prompts_of(case.left.step(case.step), case.right.step(case.step))
         equal = sum(there.get(name) == prompt for name, prompt in here.items())
@@ -350,38 +342,33 @@ def data_finding(case: Case) -> Finding | None:
             evidence = (
                 "the other prompts are equal, at the same place: the data set was changed, not its order"
             )
-            return Finding(
-                Cause("data", what),
-                "medium",
-                (evidence,),
-                "the data sets of A and B have equal prompts",
-                show,
-            )
+            return judged("data", what, evidence, "the data sets of A and B have equal prompts")
         if share_a_prompt(case.left, case.right, sorted({*case.left.steps} & {*case.right.steps})):
             what = (
                 "the order of the prompts is not determined by what is recorded: something draws it at random"
             )
             evidence = "B has prompts of A at other places, with the same seed, data set options and code"
-            refuted = "a third run has the order of A or of B"
-            return Finding(Cause("nondeterminism", what), "medium", (evidence,), refuted, show)
-        what = "B trains on other prompts, with the same options"
-        return Finding(
-            Cause("data", what),
-            "medium",
-            ("no prompt of A's steps is in B's",),
-            "the data sets of A and B are equal",
-            show,
+            return judged("nondeterminism", what, evidence, "a third run has the order of A or of B")
+        what, evidence = (
+            "B trains on other prompts, with the same options",
+            "no prompt of A's steps is in B's",
         )
-    if case.first.name == "rewards":
+        return judged("data", what, evidence, "the data sets of A and B are equal")
+    if first.name == "rewards":
         same = "prompts and completions are equal"
         refuted = "the reward function, called again with these completions, returns A's rewards every time"
         if unnamed := reward_code_unknown(case):
-            found = unknown_finding(case, same, unnamed)
             what = "the reward function, or its inputs, gave other rewards to the same completions"
-            return replace(found, cause=replace(found.cause, what=what), refuted_by=refuted, next=show)
+            return replace(not_known(case, what, same, unnamed), refuted_by=refuted)
         what = "the rewards of the same completions are others in each run, with the same code: something draws them at random"
-        return Finding(Cause("nondeterminism", what), "medium", (same,), refuted, show)
+        return judged("nondeterminism", what, same, refuted)
     return None
+
+
+def not_known(case: Case, what: str, *evidence: str) -> Finding:
+    """Return what differs, of which nothing says why."""
+    found = unknown_finding(case, *evidence)
+    return replace(found, cause=replace(found.cause, what=what), next=diff_command(case))
 
 
 def reward_code_unknown(case: Case) -> str:

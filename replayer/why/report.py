@@ -123,7 +123,7 @@ class WhyReport:
         """JSON types: the documented keys first, `docs/verbs/why.md`."""
         first, finding = self.difference, self.finding
         place = None if first is None else first.place
-        return {
+        documented = {
             "verdict": self.verdict,
             "step": self.step,
             "stage": first and first.stage,
@@ -145,22 +145,12 @@ class WhyReport:
             "num_different": first and first.num_different,
             "num_elements": first and first.num_compared,
             "largest": first and first.largest,
-            "diverged_at": self.diverged_at,
-            "pattern_detail": self.pattern_detail,
-            "pattern_value": self.pattern_value,
             "layer": finding and finding.layer,
-            "text": self.text and [asdict(side) for side in self.text],
-            "look": self.look,
-            "equal": list(self.equal),
-            "settings": [asdict(setting) for setting in self.settings],
-            "also": list(self.also),
-            "left": self.left,
-            "right": self.right,
-            "num_compared": self.num_compared,
-            "num_shared": self.num_shared,
-            "not_known": list(self.not_known),
-            "not_compared": list(self.not_compared),
         }
+        others = asdict(self)
+        for name in (*documented, "difference", "finding", "reason"):
+            others.pop(name, None)
+        return documented | others
 
 
 def inputs_of(first: StageDifference) -> str:

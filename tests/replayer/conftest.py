@@ -92,25 +92,11 @@ def tiny_run(tmp_path_factory, tiny_model) -> TinyRun:
     return train_and_record(tmp_path_factory.mktemp("tiny"), tiny_model, 10, debug__anchor_every_steps=4)
 
 
-@pytest.fixture(scope="session")
-def record_run():
-    """`record_run(folder, model, num_steps, edit=..., actor__eps_clip=0.3)` returns a TinyRun."""
-    return train_and_record
+def giving(function):
+    """Return a fixture that is a function of this file."""
+    return pytest.fixture(scope="session")(lambda: function)
 
 
-@pytest.fixture(scope="session")
-def weights_of():
-    """The digest of a trainer's weights, as in `TinyRun.weights`."""
-    return digest_weights
-
-
-@pytest.fixture(scope="session")
-def files_of():
-    """The digest of every file in a folder."""
-    return digest_files
-
-
-@pytest.fixture(scope="session")
-def tiny_config_of():
-    """Return a tiny run's config: `tiny_config_of(folder, model, num_steps, name=value)`."""
-    return tiny_config
+# record_run(folder, model, num_steps, edit=..., actor__eps_clip=0.3) returns a TinyRun
+record_run, tiny_config_of = giving(train_and_record), giving(tiny_config)
+weights_of, files_of = giving(digest_weights), giving(digest_files)

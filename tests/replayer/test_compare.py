@@ -6,7 +6,7 @@ from dataclasses import replace
 from recorder import MicroBatch, Outcome
 from recorder.difference import Difference
 from recorder.testing import SCRIPTED_HEADER
-from replayer.check import compare_headers, compare_outcomes
+from replayer.check import HeaderComparison, compare_headers, compare_outcomes
 
 OUTCOME = Outcome(
     step=3,
@@ -43,4 +43,4 @@ def test_config_environment_and_model_differences_come_by_name():
     )
     assert comparison.environment == (Difference("torch.build", "2.13.0", "2.14.1"),)
     assert [d.where for d in comparison.model] == ["config.json"]
-    assert compare_headers(SCRIPTED_HEADER, SCRIPTED_HEADER).identical
+    assert compare_headers(SCRIPTED_HEADER, SCRIPTED_HEADER) == HeaderComparison((), (), ())

@@ -26,14 +26,6 @@ FULL = RecordingOptions(Recording("full"))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
 def quiet_environment():
     """Replace the fingerprint by one without the state of the repository, which may change."""
     patch = pytest.MonkeyPatch()

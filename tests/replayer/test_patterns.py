@@ -15,7 +15,7 @@ from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
 from recorder.trainers.recorder import Recorder
 from replayer.compare.patterns import causal_tensor, find_pattern, recognise
-from replayer.compare.relations import EPSILON, KINDS, Pairs, Pattern, pair_of
+from replayer.compare.relations import EPSILON, Pairs, Pattern, pair_of
 from replayer.compare.stages import StageDifference, compare_steps
 
 FULL = RecordingOptions(Recording("full"))
@@ -45,10 +45,7 @@ def random_rows(seed=0, num_rows=16, length=12):
 
 def found(left, right, **options) -> tuple[str, float | None] | None:
     pattern = recognise(pairs_of(left, right, **options))
-    if pattern is None:
-        return None
-    assert pattern.kind in KINDS
-    return pattern.kind, pattern.value
+    return None if pattern is None else (pattern.kind, pattern.value)
 
 
 # How it differs
@@ -107,13 +104,9 @@ def test_the_same_values_in_another_order_are_permuted(seed):
 
 def test_another_support_is_named_with_its_tokens():
     values = random_rows()
-    shorter = [row.copy() for row in values]
-    for row in shorter:
-        row[4] = 0
-    pattern = recognise(pairs_of(values, shorter))
-    assert pattern == Pattern(
-        "other support", "nonzero only in A: 16 tokens; only in B: 0; in both: 112, equal"
-    )
+    shorter = [np.where(np.arange(12) == 4, np.float32(0), row) for row in values]
+    why = "nonzero only in A: 16 tokens; only in B: 0; in both: 112, equal"
+    assert recognise(pairs_of(values, shorter)) == Pattern("other support", why)
     inverted = [np.where(row == 0, np.float32(1), np.float32(0)) for row in values]
     assert recognise(pairs_of(values, inverted)).kind == "other support"
     none = [np.zeros_like(row) for row in values]
@@ -145,11 +138,9 @@ def test_a_small_change_in_one_direction_is_no_rounding():
 
 def test_what_is_not_finite_on_one_side_is_named():
     values = random_rows()
-    broken = [row.copy() for row in values]
-    for row in broken[:3]:
-        row[5] = np.nan
-    pattern = recognise(pairs_of(values, broken))
-    assert pattern == Pattern("not finite", "3 of 3 values that differ are not finite in B only")
+    broken = [np.where(np.arange(12) == 5, np.float32(np.nan), row) for row in values[:3]] + values[3:]
+    why = "3 of 3 values that differ are not finite in B only"
+    assert recognise(pairs_of(values, broken)) == Pattern("not finite", why)
 
 
 def test_a_factor_beside_a_small_addend_is_scaled_about():

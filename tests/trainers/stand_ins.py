@@ -7,6 +7,7 @@ torch than ours. To test against the real ones, put their sources on PYTHONPATH.
 import importlib
 import json
 import os
+import subprocess
 import sys
 import types
 from abc import ABC, abstractmethod
@@ -14,8 +15,10 @@ from collections import UserDict
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -25,6 +28,22 @@ def real(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         return None
+
+
+def run_installed(trainer: str, *arguments: str, **environment: str) -> tuple[Any, str]:
+    """Run TRAINER_runs.py in the trainer's environment; return what it has seen, and stderr."""
+    here = Path(__file__).parent
+    command = ["bash", str(here / "install_trainers.sh"), trainer]
+    installed = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    if installed.returncode == 77:
+        pytest.skip(installed.stderr.strip())
+    assert installed.returncode == 0, installed.stderr
+    command = [installed.stdout.strip(), "-W", "ignore", str(here / f"{trainer}_runs.py"), *arguments]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""} | environment
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = next(line for line in done.stdout.splitlines() if line.startswith("SEEN "))
+    return json.loads(seen.removeprefix("SEEN ")), done.stderr
 
 
 # slime and miles

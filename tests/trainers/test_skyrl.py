@@ -1,8 +1,6 @@
 """Records of SkyRL's own trainer hold what it trained on, and nothing else."""
 
 import json
-import os
-import subprocess
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +12,7 @@ import torch
 from areal_debug.skyrl import Record
 from recorder import open_record, verify
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+from .stand_ins import run_installed
 
 
 def last(values: list, width: int, size: int) -> list:
@@ -103,28 +100,14 @@ def test_what_cannot_be_recorded_is_one_sentence_and_the_run_continues(tmp_path,
 @pytest.mark.parametrize("options", [[], ["--kl"]])
 def test_two_steps_of_the_real_trainer_are_recorded_to_the_last_value(tmp_path, options):
     """RayPPOTrainer.train of SkyRL 0.4.0, with a penalty for the KL as well."""
-    installed = subprocess.run(
-        ["bash", str(HERE / "install_trainers.sh"), "skyrl"], capture_output=True, text=True, timeout=900
-    )
-    if installed.returncode == 77:
-        pytest.skip(installed.stderr.strip())
-    assert installed.returncode == 0, installed.stderr
     record = tmp_path / "record"
-    done = subprocess.run(
-        [installed.stdout.strip(), "-W", "ignore", str(HERE / "skyrl_runs.py"), str(record), *options],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("SEEN "))
+    seen, _ = run_installed("skyrl", str(record), *options, PYTHONPATH=str(Path(__file__).parents[2]))
     opened = open_record(record)
     assert opened.header.trainer == "skyrl"
     assert list(opened.steps) == [1, 2]
     assert verify(record).problems == ()
     assert json.loads((record / "end.json").read_text())["finished"] is True
-    for step, truth in zip((1, 2), json.loads(line.removeprefix("SEEN ")), strict=True):
+    for step, truth in zip((1, 2), seen, strict=True):
         recorded = opened.step(step)
         batch, learning = recorded.batch(0), recorded.learning(0)
         offsets = batch["cu_seqlens"].tolist()

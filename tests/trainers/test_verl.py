@@ -16,9 +16,11 @@ from areal_debug.doctor.read import read_run
 from recorder import open_record, verify
 from recorder.trainers import verl as recording_of_verl
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+from .stand_ins import run_installed
+
+ROOT = Path(__file__).parents[2]
 KEYS = ("logprobs", "versions", "rewards", "prompt_id", "finish_reason", "prompt_length")
+PARAMETERS = {"global_steps": 9, "current_param_version": 4}
 PLUGIN = "[verl.plugins]\nareal_debug = areal_debug.verl\n"
 
 
@@ -45,36 +47,13 @@ def whole(values: list, size: int) -> list:
     return [0] * (size - len(values)) + values
 
 
-@pytest.fixture(scope="module")
-def python() -> str:
-    """The Python of verl's environment."""
-    installed = subprocess.run(
-        ["bash", str(HERE / "install_trainers.sh"), "verl"], capture_output=True, text=True, timeout=900
-    )
-    if installed.returncode == 77:
-        pytest.skip(installed.stderr.strip())
-    assert installed.returncode == 0, installed.stderr
-    return installed.stdout.strip()
-
-
-def run(python: str, folder: Path, **environment: str) -> tuple[list, str]:
+def run(folder: Path, **environment: str) -> tuple[list, str]:
     """Run verl_runs.py with the plugin installed; returns what was trained on, and stderr."""
     plugin = folder / "plugin" / "areal_debug-0.dist-info"
     plugin.mkdir(parents=True)
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: areal-debug\nVersion: 0\n")
     (plugin / "entry_points.txt").write_text(PLUGIN)
-    done = subprocess.run(
-        [python, "-W", "ignore", str(HERE / "verl_runs.py"), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ
-        | {"PYTHONPATH": f"{plugin.parent}:{ROOT}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
-        | environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen = next(line for line in done.stdout.splitlines() if line.startswith("SEEN "))
-    return json.loads(seen.removeprefix("SEEN ")), done.stderr
+    return run_installed("verl", str(folder), PYTHONPATH=f"{plugin.parent}:{ROOT}", **environment)
 
 
 def a_batch(**changes) -> SimpleNamespace:
@@ -156,15 +135,7 @@ def test_what_cannot_be_recorded_is_one_sentence_and_the_run_continues(recording
         ({"global_steps": 5, "parameter_sync_step": 1, "local_trigger_step": 0}, (5, 5)),
         ({"global_steps": 2, "parameter_sync_step": 3, "local_trigger_step": 1}, (5, 1)),
         ({"global_steps": 2, "parameter_sync_step": 3, "local_trigger_step": 2}, (6, 2)),
-        (
-            {
-                "global_steps": 9,
-                "current_param_version": 4,
-                "local_trigger_step": 2,
-                "trigger_parameter_sync_step": 2,
-            },
-            (9, 5),
-        ),
+        (dict.fromkeys(("local_trigger_step", "trigger_parameter_sync_step"), 2) | PARAMETERS, (9, 5)),
     ],
 )
 def test_updates_are_numbered_and_have_the_version_that_rollouts_see_next(trainer, expected):
@@ -192,10 +163,10 @@ def test_trainers_are_wrapped_when_verl_imports_them_and_only_if_asked(tmp_path)
 
 
 @pytest.mark.long
-def test_two_steps_of_the_default_trainer_are_recorded_to_the_last_value(python, tmp_path):
+def test_two_steps_of_the_default_trainer_are_recorded_to_the_last_value(tmp_path):
     """PPOTrainerSync.fit with real Ray and TransferQueue; verl's padding rows are not recorded."""
     record = tmp_path / "record"
-    seen, stderr = run(python, tmp_path, AREAL_DEBUG_RECORD=str(record))
+    seen, stderr = run(tmp_path, AREAL_DEBUG_RECORD=str(record))
     assert "not recorded" not in stderr
     opened = open_record(record)
     assert list(opened.steps) == [1, 2]
