@@ -22,7 +22,8 @@ from areal_debug.report.model import Block, Facts, Finding, Level, Report, Row, 
 from areal_debug.report.terminal import print_block, print_rows
 from recorder import Record
 from recorder.difference import Difference
-from replayer.check import RankDifference, ReplayReport, StepResult
+from replayer.check import ReplayReport, StepResult
+from replayer.crosscheck.layouts import NO_COUNT
 from replayer.own_code import code_arguments
 from replayer.request import Request
 
@@ -87,7 +88,12 @@ def print_step(out: Console, result: StepResult, in_detail: bool = False) -> Non
         return
     differences = result.differences
     of_kinds = ([d for d in differences if d.kind == kind] for kind in ("loss", "stat", "parameter"))
-    shown = [describe_value(d) for same in of_kinds for d in same[:SHOWN_OF_A_KIND]]
+    shown = [
+        f"{d.kind} {d.where}{f' (rank {d.rank})' * (d.kind == 'loss')}: "
+        f"recorded {format_value(d.recorded)}, replayed {format_value(d.replayed)}"
+        for same in of_kinds
+        for d in same[:SHOWN_OF_A_KIND]
+    ]
     more = [f"... and {len(differences) - len(shown)} more"] * (len(differences) > len(shown))
     of = f"{len(differences)} of {result.num_compared} values differ"
     for text in (f"{of}; {result.num_parameters} parameter checksums", *shown, *more):
@@ -110,12 +116,6 @@ def compared_columns(result: StepResult) -> list[str]:
         + (f" (recorded {recorded[column]})" if recorded.get(column, number) != number else "")
         for column, number in summary_columns(result.replayed).items()
     ]
-
-
-def describe_value(difference: RankDifference) -> str:
-    recorded, replayed = format_value(difference.recorded), format_value(difference.replayed)
-    rank = f" (rank {difference.rank})" if difference.kind == "loss" else ""
-    return f"{difference.kind} {difference.where}{rank}: recorded {recorded}, replayed {replayed}"
 
 
 def report_of(report: ReplayReport, request: Request) -> Report:
@@ -289,13 +289,15 @@ def report_of_layouts(record: Record, found: dict[str, Any]) -> Report:
     rows = []
     for one in variants:
         numbers = [format_number(one["expected"]), format_number(one["found"])]
-        rows.append([str(one["minibatch"]), one["layout"], one["what"], *numbers, one["named"]])
-    compared = f"loss and gradient norm in {', '.join(found['layouts'])}"
+        minibatch = "" if one["minibatch"] is None else str(one["minibatch"])
+        rows.append([minibatch, one["layout"], one["what"], *numbers, one["named"]])
+    sentence = f"does not depend on its layout: its numbers are equal in {', '.join(found['layouts'])}."
+    if variants:
+        first = min(variants, key=lambda one: one["named"].startswith(NO_COUNT))
+        sentence = f"depends on its layout: {first['what']}, {first['layout']}: {first['named']}."
     return Report(
         f"Step {found['step']}",
-        f"depends on its layout: {variants[0]['what']} of {variants[0]['layout']} is {variants[0]['named']}."
-        if variants
-        else f"does not depend on its layout: {compared} are equal.",
+        sentence,
         "bad" if variants else "good",
         [Table(("minibatch>", "layout", "number", "whole>", "here>", "factor"), rows)] if rows else [],
         [] if found["faithful"] else [differs],
@@ -406,21 +408,12 @@ def report_of_comparison(report: ReplayReport) -> Report:
 
 
 def whatif_cells(item: Curve) -> list[str]:
+    """Return a row of the table: curves on one scale, means, and the change, at most "> 1000 %"."""
     means = [sum(values) / len(values) for values in (item.recorded, item.replayed)]
-    curves = on_one_scale(item.recorded, item.replayed)
-    return [item.name, *curves, *map(format_number, means), moved_text(item.moved)]
-
-
-def moved_text(moved: float) -> str:
-    """Format the change as a percentage, at most "> 1000 %"."""
-    if math.isinf(moved):
-        return "from 0"
-    return "> 1000 %" if moved > 10 else f"{100 * moved:.3g} %"
-
-
-def on_one_scale(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[str, str]:
-    bars = sparkline([*left, *right], width=min(2 * CURVE_WIDTH, 2 * len(left)))
-    return bars[: len(bars) // 2], bars[len(bars) // 2 :]
+    bars = sparkline([*item.recorded, *item.replayed], width=2 * min(CURVE_WIDTH, len(item.recorded)))
+    moved = "> 1000 %" if item.moved > 10 else f"{100 * item.moved:.3g} %"
+    half, change = len(bars) // 2, "from 0" if math.isinf(item.moved) else moved
+    return [item.name, bars[:half], bars[half:], *map(format_number, means), change]
 
 
 def next_commands(report: ReplayReport, request: Request) -> list[str]:

@@ -18,6 +18,8 @@ from replayer.crosscheck.their_configs import options_of
 
 TOLERANCE = 1e-3  # of a value: float32 sums in another order differ by less, bfloat16 by more
 OF_WHOLE = 0.01  # of a factor, that a count may be off
+NO_COUNT = "no count of the layouts"
+IN_BOTH = ("ranks", "rows of a group", "tokens of a row")  # a factor also where they do not change
 
 
 @dataclass(frozen=True)
@@ -72,28 +74,21 @@ def order_of(rows: StepRows) -> list[int]:
     return sorted(range(len(rows.lengths)), key=lambda at: rows.input_ids[at, : rows.lengths[at]].tobytes())
 
 
-def factors(one: Mapping[str, float], other: Mapping[str, float]) -> Iterator[tuple[float, str]]:
-    """Yield factors that a layout can cause, and what they are."""
-    ratios = {
-        name: other.get(name, 1.0) / one[name]
-        for name in one
-        if one[name] and other.get(name, 1.0) != one[name]
-    }
-    yield from ((ratio, f"the {name}") for name, ratio in ratios.items())
-    for (a, x), (b, y) in combinations(ratios.items(), 2):
-        yield x * y, f"the {a} times the {b}"
-    yield from ((ratio**0.5, f"the square root of the {name}") for name, ratio in ratios.items())
-    for name in ("rows of a group", "tokens of a row"):
-        yield one[name], f"the {name}"
-
-
 def name_factor(ratio: float, one: Mapping[str, float], other: Mapping[str, float]) -> str:
-    """Say which count of the layouts a ratio is."""
-    for factor, name in factors(one, other):
+    """Say which count of two layouts a ratio is: one that changes between them, or is in both."""
+    ratios = {f"the {name}": other.get(name, 1.0) / count for name, count in one.items() if count}
+    changed = {name: factor for name, factor in ratios.items() if factor != 1}
+    same = {f"the {name}": one[name] for name in IN_BOTH if ratios.get(f"the {name}") == 1}
+    pairs = [pair for pair in combinations((changed | same).items(), 2) if pair[0][0] in changed]
+    factors = changed | {
+        f"{a} times {b}": x * (y if b in changed or x > 1 else 1 / y) for (a, x), (b, y) in pairs
+    }
+    factors |= {f"the square root of {name}": factor**0.5 for name, factor in changed.items()} | same
+    for name, factor in factors.items():
         for value, verb in ((factor, "multiplied by"), (1 / factor, "divided by")):
             if factor != 1 and abs(ratio / value - 1) < OF_WHOLE:
                 return f"{verb} {name}"
-    return "no count of the layouts"
+    return NO_COUNT
 
 
 def compare_layouts(one: StepRows, other: StepRows) -> Invariance:
@@ -112,8 +107,8 @@ def compare_layouts(one: StepRows, other: StepRows) -> Invariance:
             "train on the same rows in both layouts"
         )
     layouts = layout_of(one), layout_of(other)
-    apart = {name: (layouts[0].get(name, 1.0), layouts[1].get(name, 1.0)) for name in layouts[0] | layouts[1]}
-    apart = {name: pair for name, pair in apart.items() if pair[0] != pair[1]}
+    both = {name: (layouts[0].get(name, 1.0), layouts[1].get(name, 1.0)) for name in layouts[0] | layouts[1]}
+    apart = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
     pairs: list[tuple[str, float, float]] = []
     if "advantages" in one.tensors and "advantages" in other.tensors:
         values = [

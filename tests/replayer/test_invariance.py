@@ -3,60 +3,130 @@
 import pytest
 import torch
 
+from areal_core.engine.ranks import leave_ranks
+from areal_core.trainer import objective
+from areal_core.trainer.build import start_process
 from areal_core.trainer.objective import PolicyObjective
+from areal_debug.rank_tasks.on_rank import record_again
+from replayer.crosscheck.layouts import name_factor
 from replayer.invariance import LAYOUTS, assert_invariant, run_layouts
+from replayer.request import Request
+from replayer.run import build_trainer
+from replayer.virtual_ranks import VirtualRanks, run_as_ranks
 
-BATCH = {"input_ids": torch.arange(1, 33).reshape(8, 4), "loss_mask": torch.ones(8, 4, dtype=torch.int32)}
-
-
-def step_of(divide_again=False, mean_of_means=False):
-    weight = torch.ones(1, requires_grad=True)
-
-    def step(micro_batches):
-        weight.grad = None
-        tokens = sum(int(part["loss_mask"].sum()) for part in micro_batches)
-        total = 0.0
-        for part in micro_batches:
-            mask = part["loss_mask"]
-            divisor = tokens * (len(micro_batches) if divide_again else 1)
-            if mean_of_means:
-                divisor = mask.numel()
-            loss = (weight * part["input_ids"] * mask).sum() / divisor
-            loss.backward()
-            total += float(loss.detach())
-        return {"loss": total, "grad_norm": float(weight.grad.norm())}
-
-    return step
+MASK = torch.tensor([1] * 29 + [0] * 3).reshape(8, 4)
+BATCH = {"input_ids": torch.arange(1, 33).reshape(8, 4), "loss_mask": MASK}
+MEANS = "a mean over the micro-batches of their own means"
 
 
-def test_a_step_that_is_summed_over_all_tokens_is_invariant():
-    assert_invariant(step_of(), BATCH)
+def total_of(parts):
+    return sum(float((part["input_ids"] * part["loss_mask"]).sum()) for part in parts)
 
 
-def test_a_division_by_micro_batches_is_named():
-    with pytest.raises(AssertionError, match=r"accumulation 4: loss is .*divided by the micro-batches"):
-        assert_invariant(step_of(divide_again=True), BATCH)
+def mean_of(parts):
+    return total_of(parts) / sum(float(part["loss_mask"].sum()) for part in parts)
 
 
-def test_rows_that_leak_into_each_other_where_they_are_packed_are_named():
-    def leaks(parts):  # each row sees those before it
-        return {"loss": sum(float(part["input_ids"].double().cumsum(0).sum()) for part in parts)}
-
-    with pytest.raises(AssertionError, match=r"rows alone: .*no count .*: rows packed in one sequence"):
-        assert_invariant(leaks, BATCH, ("rows alone",))
+def test_a_step_that_is_divided_by_all_tokens_is_invariant():
+    assert_invariant(lambda parts: {"loss": mean_of(parts)}, BATCH)
 
 
-def test_a_recorded_step_has_one_loss_in_every_layout(tiny_run, monkeypatch):
-    found = run_layouts(tiny_run.path, 0)
-    assert (found.faithful, found.layouts, found.variants) == (True, LAYOUTS, [])
-    loss, calls = PolicyObjective.loss, []
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (
+            lambda parts: mean_of(parts) / len(parts),
+            r"accumulation 4: loss is .*: divided by the micro-batches",
+        ),
+        (
+            lambda parts: sum(mean_of([part]) for part in parts) / len(parts),
+            f"2: loss is .*: {MEANS}\n.*: {MEANS}",
+        ),
+        # each row sees those before it
+        (
+            lambda parts: total_of([{k: v.cumsum(0) for k, v in part.items()} for part in parts]),
+            "rows packed in one",
+        ),
+    ],
+)
+def test_a_loss_that_depends_on_the_layout_is_named(loss, says):
+    with pytest.raises(AssertionError, match=says):
+        assert_invariant(lambda parts: {"loss": loss(parts)}, BATCH)
 
-    def by_rows(objective, logprobs, entropy, flat):
-        calls.append(1)
-        return loss(objective, logprobs, entropy, flat) * (len(flat["cu_seqlens"]) - 1)
 
-    monkeypatch.setattr(PolicyObjective, "loss", by_rows)
-    found = run_layouts(tiny_run.path, 0)
-    assert calls
-    named = {(one.layout, one.named) for _, one in found.variants}
-    assert ("accumulation 4", "divided by the micro-batches") in named
+@pytest.fixture(scope="module")
+def records(tiny_run, tmp_path_factory):
+    """A record of one rank, and one of two with its rows, each with the order of the sums."""
+    two = str(tmp_path_factory.mktemp("two") / "record")
+    request = Request(tiny_run.path, 0, 0, settings=("allocation_mode=fsdp:d2",), record_to=two)
+
+    def train(join):
+        with build_trainer(request, [record_again], join=join) as trainer:
+            trainer.train()
+
+    run_as_ranks(2, start_process, train, as_gloo=True)
+    leave_ranks()
+    return {1: (tiny_run.path, ""), 2: (two, "gloo")}
+
+
+LOSS, NORMALIZE = PolicyObjective.loss, objective.normalize_tokens
+
+
+def by_rows(self, logprobs, entropy, flat):
+    return LOSS(self, logprobs, entropy, flat) * (len(flat["cu_seqlens"]) - 1)
+
+
+def by_tokens(self, logprobs, entropy, flat):
+    return LOSS(self, logprobs, entropy, flat) / flat["loss_mask"].sum()
+
+
+def of_own_rows(*given, sum_over_ranks, **more):
+    return NORMALIZE(*given, sum_over_ranks=lambda of_rank: of_rank, **more)
+
+
+BUGS = {
+    "none": ([], {}),
+    "rows": (
+        [(PolicyObjective, "loss", by_rows)],
+        {("accumulation 4", "loss"): "divided by the micro-batches"},
+    ),
+    "forgotten ranks": (
+        [(VirtualRanks, "num_summed", 1)],
+        {("2 ranks", "grad_norm"): "divided by the ranks"},
+    ),
+    "means": (
+        [(PolicyObjective, "loss", by_tokens), (PolicyObjective, "denominator", lambda *_: torch.ones(()))],
+        {("2 ranks", "loss"): "a mean over the ranks of their own means", ("accumulation 2", "loss"): MEANS},
+    ),
+    "whitened by ranks": (
+        [(objective, "normalize_tokens", of_own_rows)],
+        {(None, "advantage"): "it is not computed from the rows of all ranks"},
+    ),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_recorded_step_is_the_same_in_every_layout_but_for_a_bug(records, monkeypatch, num_ranks, bug):
+    changes, wanted = BUGS[bug]
+    for place, name, change in changes:
+        monkeypatch.setattr(place, name, change)
+    path, virtual = records[num_ranks]
+    found = run_layouts(path, 0, virtual=virtual)
+    named = {(one.layout, one.what.split(" of ")[0]): one.named for _, one in found.variants}
+    assert found.layouts == ("1 rank", *LAYOUTS[1:], "2 ranks", "2 ranks with accumulation 4")
+    assert (named == {}) == (bug == "none")
+    assert found.faithful or bug != "none"
+    other = {1: "2 ranks", 2: "1 rank"}[num_ranks]
+    assert {(layout, what): named.get((layout or other, what)) for layout, what in wanted} == wanted
+
+
+def test_a_ratio_is_looked_up_among_the_counts_of_two_layouts():
+    one = {"micro-batches": 1, "ranks": 1, "rows of a group": 6, "tokens of a row": 40.3}
+    other = one | {"micro-batches": 4, "ranks": 2}
+    named = [name_factor(ratio, one, other) for ratio in (1 / 8, 12, 1 / 6, 2.5)]
+    products = [
+        "divided by the micro-batches times the ranks",
+        "multiplied by the ranks times the rows of a group",
+    ]
+    assert named == [*products, "divided by the rows of a group", "no count of the layouts"]
