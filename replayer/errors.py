@@ -4,6 +4,7 @@ ReplayError (ValueError)
 ├── WrongModel        the weights differ from those that the recorded run started from
 ├── NothingToBisect   revisions without a commit between them, or that cannot be replayed
 │   └── SameNumbers   revisions with equal numbers
+├── CannotReplay      a record and a trainer of TRL that do not belong together
 ├── WrongFilter       a row filter that cannot be parsed, or uses names that are not allowed
 └── WrongEdit         an edit script or a reward function that cannot be used on a record
 """
@@ -15,6 +16,10 @@ class ReplayError(ValueError):
 
 class WrongModel(ReplayError):
     """The folder does not have the files that the recorded run started from."""
+
+
+class CannotReplay(ReplayError):
+    """The record and the trainer do not belong together."""
 
 
 class WrongFilter(ReplayError):

@@ -17,13 +17,11 @@ from recorder import Problem, Record, RecordedStep, verify
 from recorder.environment import folder_identity
 from recorder.header import check_folder
 from replayer.anchors import CHECKPOINT
-from replayer.errors import ReplayError, WrongEdit, WrongModel
+from replayer.errors import CannotReplay, ReplayError, WrongEdit, WrongModel
 from replayer.expression import ROW_NAMES, parse_expression
 from replayer.own_code import check_own_code
 from replayer.request import Request, Summation
 
-# trainer -> the call that replays its record by itself; {path!r} is the record
-THEIR_REPLAY = {"trl": "`areal_debug.trl.replay(trainer, {path!r})` replays it in TRL"}
 PAIRED = ("dpo", "rw")  # methods whose rows are pairs
 # values that training can do without -> what stands for those that are not known
 STAND_INS = {
@@ -208,8 +206,24 @@ def has_tokens(step: RecordedStep) -> bool:
 
 
 def their_replay(record: Record) -> str:
-    call = THEIR_REPLAY.get(record.header.trainer or "")
-    return "" if call is None else f"{call.format(path=record.path)}, and "
+    call = f"`areal_debug.trl.replay(trainer, {record.path!r})` replays it in TRL, and "
+    return call if record.header.trainer == "trl" else ""
+
+
+def check_by_trl(record: Record, trainer: str | None = None) -> None:
+    """Raise CannotReplay unless TRL was recorded while it trained, by `trainer` if it is given."""
+    path, header = record.path, record.header
+    if header.trainer != "trl" or "imported" in header.environment:
+        raise CannotReplay(
+            f"{path} was not recorded by areal_debug.trl.record: it is of {header.trainer or 'our trainer'}"
+        )
+    if not record.steps:
+        raise CannotReplay(f"{path} holds no steps: there is nothing to replay")
+    first = record.step(record.steps[0])
+    if first.rank_name("plan", 0, "json") not in first.manifest.files:
+        raise CannotReplay(f"{path} has no plan of TRL's training: record with areal_debug.trl.record")
+    if trainer not in (None, found := first.plan(0).details["trainer"]):
+        raise CannotReplay(f"{path} is of a {found}, and this is for a {trainer}")
 
 
 def check_recorded_results(record: Record, verb: str) -> None:

@@ -88,10 +88,17 @@ def explain_step(**given: Any) -> Report:
 
 
 def run_layouts_of_step(**given: Any) -> Report:
-    """Compute a step in several layouts."""
+    """Compute a step in several layouts; of TRL's record without `config` by TRL's own trainer."""
+    from recorder import open_record
     from replayer.invariance import run_layouts
 
-    return run_layouts(given.pop("record"), **given).to_dict()
+    record, step = open_record(given.pop("record")), given["step"]
+    if record.header.trainer != "trl" or given["config"] is not None:
+        return run_layouts(record.path, **given).to_dict()
+    from replayer.trl import one_step
+
+    build = partial(one_step.trainer_of, record, given["model"], step)
+    return one_step.run_layouts(build, record.path, step).to_dict()
 
 
 def go_to_step(record: str, step: int, options: dict[str, Any]) -> Report:

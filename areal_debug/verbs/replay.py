@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from replayer.check import ReplayReport
     from replayer.request import Request
 
+EXAMINES = ("explain", "anatomy", "layouts")  # questions about one step
+
 
 @click.command(
     cls=Verb,
@@ -83,7 +85,7 @@ if TYPE_CHECKING:
 @click.option(
     "--layouts",
     is_flag=True,
-    help="Compute --step with 1, 2 and 4 micro-batches, rows alone or permuted, more padding: nothing may change.",
+    help="Compute --step in other micro-batches, order, padding, ranks (of TRL's record by TRL): nothing may change.",
 )
 @click.option(
     "--sweep",
@@ -145,16 +147,11 @@ def command(
     from replayer.preconditions import step_range
     from replayer.request import Request
 
-    opened = opened_for(record, config)
+    opened = opened_for(record, config, layouts)
     changed = [*settings, *overrides, *filter(None, (row_filter, edit, reward)), *sweeps]
-    asked = {
-        "explain": explain is not None,
-        "anatomy": anatomy,
-        "layouts": layouts,
-        "find-faulty": find_faulty,
-    }
+    asked = zip((*EXAMINES, "find-faulty"), (explain is not None, anatomy, layouts, find_faulty), strict=True)
     num_ranks = nproc or opened.header.world_size
-    kind = question_of([kind for kind, is_asked in asked.items() if is_asked], step, changed, output)
+    kind = question_of([kind for kind, is_asked in asked if is_asked], step, changed, output)
     if kind == "find-faulty":
         steps = (from_step, to_step) if step is None else (step, step)
         find(opened, *step_range(opened, *steps), model, num_ranks, as_json)
@@ -181,8 +178,8 @@ def command(
     raise SystemExit(report.verdict.exit_code)
 
 
-def opened_for(path: str, config: str | None) -> "Record":
-    """Open a record that can be replayed with these options."""
+def opened_for(path: str, config: str | None, layouts: bool = False) -> "Record":
+    """Open a record that can be replayed with these options, in `layouts` also by TRL itself."""
     from areal_debug.replay.report import note_cut
     from recorder import open_record
     from replayer.preconditions import check_options
@@ -191,7 +188,8 @@ def opened_for(path: str, config: str | None) -> "Record":
     note_cut(record)
     if config is not None and record.header.trainer is None:
         fail("--config is for records of other trainers: change options of this one as OPTION=VALUE")
-    check_options(record, config)
+    if not layouts or config is not None or record.header.trainer != "trl":
+        check_options(record, config)
     return record
 
 
@@ -199,7 +197,7 @@ def sweep_options(
     record: "Record", request: "Request", sweeps: Sequence[str], num_ranks: int, as_json: bool
 ) -> None:
     """Replay once with each combination of values, and compare."""
-    from areal_debug.replay.ranks import replay_ranks
+    from areal_debug.replay.ranks import replay_on_ranks, replay_ranks
     from areal_debug.replay.sweep import print_sweep, requests_of
     from replayer.request import replay_config
 
@@ -207,8 +205,11 @@ def sweep_options(
     for one in requests.values():
         replay_config(record, one.model, one.settings, one.config)
     check_request(record, request, force=False)
+    reports = {}
     with replay_ranks() as ranks:
-        reports = {name: replay_setting(ranks, one, num_ranks, name) for name, one in requests.items()}
+        for name, one in requests.items():
+            announce(f"replaying with {name}")
+            reports[name] = replay_on_ranks(ranks, one, num_ranks, quiet=True)
     print_sweep(reports, as_json)
 
 
@@ -246,13 +247,6 @@ def question_of(
     if kinds[0] in ("anatomy", "layouts") and step is None:
         fail(f"--{kinds[0]} is about one step: add --step N")
     return kinds[0]
-
-
-def replay_setting(ranks: "WarmRanks", request: "Request", num_ranks: int, name: str) -> "ReplayReport":
-    from areal_debug.replay.ranks import replay_on_ranks
-
-    announce(f"replaying with {name}")
-    return replay_on_ranks(ranks, request, num_ranks, quiet=True)
 
 
 def compare_rewards(record: "Record", function: str, first: int, last: int, as_json: bool) -> "RescoreReport":
@@ -354,6 +348,7 @@ def examine_step(
     from areal_debug.report.page import write_report
     from areal_debug.report.terminal import print_report
     from replayer.preconditions import (
+        check_by_trl,
         check_is_policy,
         check_model,
         check_steps_present,
@@ -375,9 +370,13 @@ def examine_step(
     given["virtual"] = exact_summation(record, num_ranks, f"--{kind}")
     announce(f"explaining step {step} of {record.path}")
     with replay_ranks() as ranks:
-        options = replay_config(record, model, file=config)
-        check_model(record, options.actor.path, step)
-        check_values(record, options, 0, step)
+        if kind == "layouts" and config is None and record.header.trainer == "trl":
+            check_by_trl(record, "GRPOTrainer")
+            check_model(record, model or record.header.model["path"], step)
+        else:
+            options = replay_config(record, model, file=config)
+            check_model(record, options.actor.path, step)
+            check_values(record, options, 0, step)
         found = report_of_ranks(ranks, task(kind, **given), num_ranks)
     shown = EXAMINED[kind](record, found)
     if page is not None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,8 +108,8 @@ class TrainedStep:
         return len(self.work) - len(self.updates)
 
 
-class Watcher(Protocol):
-    """What a recording and a replay do while a trainer trains."""
+class Watcher:
+    """What a recording and a replay do while a trainer trains: nothing, unless they say so."""
 
     def begin(self, first_step: int) -> None:
         """Training begins; `first_step` is not 0 after a resume."""
@@ -352,14 +352,10 @@ def known_name(trainer: Any) -> str:
         )
     for method, expected in METHODS[found].items():
         function = getattr(type(trainer), method, None)
-        has = "no such method" if function is None else parameters_of(function)
+        has = "no such method" if function is None else tuple(inspect.signature(function).parameters)[1:]
         if has != expected:
             raise unknown_version(f"{names[0]}.{method} has {has}, {expected} expected")
     return found
-
-
-def parameters_of(function: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)[1:]
 
 
 def unknown_version(what: str) -> UnknownTrainer:

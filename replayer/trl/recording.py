@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 from recorder.trainers.recorder import Recorder
-from replayer.trl.observing import Generators, LossCall, Observer, TrainedStep, known_name
+from replayer.trl.observing import Generators, LossCall, Observer, TrainedStep, Watcher, known_name
 
 
 def record(trainer: Any, folder: str | os.PathLike[str], *, checksums: bool = True, **options: Any) -> None:
@@ -48,7 +48,7 @@ def record(trainer: Any, folder: str | os.PathLike[str], *, checksums: bool = Tr
     trainer.train = recorded_train
 
 
-class Recording:
+class Recording(Watcher):
     """A Watcher that writes a record."""
 
     def __init__(self, trainer: Any, folder: str | os.PathLike[str], options: dict[str, Any]) -> None:
@@ -72,9 +72,6 @@ class Recording:
             **self.options,
         )
 
-    def started(self, step: TrainedStep) -> None:
-        """Do nothing: a step is written when it is finished."""
-
     def at(self, step: TrainedStep, place: str) -> None:
         """Keep the states of random generators that are not what the last pass left."""
         if changes := self.generators.changes():
@@ -87,11 +84,17 @@ class Recording:
     def finished(self, step: TrainedStep) -> None:
         """Write a step."""
         assert self.recorder is not None
+        losses = [
+            float(item.loss) for item in step.work if isinstance(item, LossCall) and item.loss is not None
+        ]
+        exact = {}  # unrounded
+        if step.updates:
+            exact = {"loss": sum(losses) / len(step.updates), "grad_norm": step.updates[-1].grad_norm}
         self.recorder.step(
             step.number,
             step.samples,
             version=step.optimizer_step + len(step.updates),
-            stats=step.stats | exact_stats(step),
+            stats=step.stats | exact,
             checksums=step.updates[-1].weights if step.updates else None,
             details=self.details(step),
         )
@@ -119,10 +122,3 @@ class Recording:
             if error is None and self.recorder.rank == 0:
                 last, folder = self.recorder.last_step, self.recorder.folder
                 print(f"recorded up to step {last}: areal-debug open {folder}", file=sys.stderr)
-
-
-def exact_stats(step: TrainedStep) -> dict[str, float]:
-    losses = [float(item.loss) for item in step.work if isinstance(item, LossCall) and item.loss is not None]
-    if not step.updates:
-        return {}
-    return {"loss": sum(losses) / len(step.updates), "grad_norm": step.updates[-1].grad_norm}

@@ -11,14 +11,14 @@ import copy
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate.utils import gather, gather_object
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from areal_core.safety.secrets import masker
@@ -26,6 +26,8 @@ from recorder import Record, open_record
 from recorder.difference import Difference, find_differences
 from recorder.trainers.recorder import plain
 from recorder.trainers.sample import Sample
+from replayer.errors import CannotReplay
+from replayer.preconditions import check_by_trl
 from replayer.trl.observing import (
     CURRENT,
     OLD,
@@ -33,6 +35,7 @@ from replayer.trl.observing import (
     Generators,
     Observer,
     TrainedStep,
+    Watcher,
     known_name,
     replaced,
     samples_of_step,
@@ -195,10 +198,6 @@ PLACES = (
 )
 
 
-class CannotReplay(ValueError):
-    """The record and the trainer do not belong together."""
-
-
 class ReplayEnded(Exception):
     """Ends TRL's training: the record has no further step, or a difference was found."""
 
@@ -268,17 +267,19 @@ def replay(
     """
     known_name(trainer)
     replaying = Replaying(trainer, open_record(folder), prompts)
-    observer = Observer(trainer, replaying, True)
-    with replaced(trainer, replaying.methods()), quiet(trainer), observer.observing():
-        try:
-            trainer.train(resume_from_checkpoint=resume_from_checkpoint)
-            observer.finish()
-        except ReplayEnded:
-            pass
+    train_on(trainer, replaying, resume_from_checkpoint=resume_from_checkpoint)
     result = replaying.result()
     if trainer.accelerator.is_main_process:
         print(result, file=sys.stdout, flush=True)
     return result
+
+
+def train_on(trainer: Any, replaying: "Replaying", checksums: bool = True, **given: Any) -> None:
+    """Train on recorded batches, to the end of the training or to what ends it before."""
+    observer = Observer(trainer, replaying, checksums)
+    with replaced(trainer, replaying.methods()), quiet(trainer), observer.observing(), suppress(ReplayEnded):
+        trainer.train(**given)
+        observer.finish()
 
 
 @contextmanager
@@ -293,7 +294,7 @@ def quiet(trainer: Any) -> Iterator[None]:
 
     handler = trainer.callback_handler
     before = handler.callbacks
-    reporters = tuple(INTEGRATION_TO_CALLBACK.values())
+    reporters = (PrinterCallback, *INTEGRATION_TO_CALLBACK.values())
     handler.callbacks = [callback for callback in before if not isinstance(callback, reporters)]
     handler.add_callback(Quiet())
     try:
@@ -303,7 +304,7 @@ def quiet(trainer: Any) -> Iterator[None]:
         handler.callbacks = before
 
 
-class Replaying:
+class Replaying(Watcher):
     """A Watcher that compares the steps of a trainer with those of a record."""
 
     def __init__(self, trainer: Any, record: Record, prompts: bool) -> None:
@@ -325,15 +326,7 @@ class Replaying:
         """Raise CannotReplay unless this is a record of such a trainer."""
         path, header, name = self.record.path, self.record.header, known_name(self.trainer)
         num_processes = self.trainer.accelerator.num_processes
-        if header.trainer != "trl" or "imported" in header.environment:
-            raise CannotReplay(
-                f"{path} was not recorded by areal_debug.trl.record: it is of {header.trainer or 'our trainer'}"
-            )
-        if not self.record.steps:
-            raise CannotReplay(f"{path} holds no steps: there is nothing to replay")
-        first = self.record.step(self.record.steps[0])
-        if first.rank_name("plan", 0, "json") not in first.manifest.files:
-            raise CannotReplay(f"{path} has no plan of TRL's training: record with areal_debug.trl.record")
+        check_by_trl(self.record)
         if header.num_ranks != num_processes:
             raise CannotReplay(
                 f"{path} is of {header.num_ranks} processes, not {num_processes}: launch as many"
@@ -426,9 +419,6 @@ class Replaying:
     def at(self, step: TrainedStep, place: str) -> None:
         """Set the random generators to the recorded states."""
         self.generators.restore(self.details["rng"].get(place, {}))
-
-    def left(self) -> None:
-        """Do nothing: only a recording keeps states."""
 
     def finished(self, step: TrainedStep) -> None:
         """Compare a step; end the training on all ranks if one of them found a difference."""

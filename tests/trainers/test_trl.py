@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +17,11 @@ from crc32c import crc32c
 
 from areal_core.data.image_rows import shape_rows
 from areal_core.testing.tiny_vision import make_tiny_vision_model
-from areal_debug.trl import CannotReplay, record, replay
+from areal_debug.trl import CannotReplay, layouts, record, replay
 from recorder import open_record, verify
 from recorder.trainers.recorder import Recorder
 from replayer.trl.observing import Generators, samples_of_step
+from replayer.trl.one_step import trainer_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -206,32 +208,29 @@ def other_token(sample):
     return replace(sample, tokens=tokens)
 
 
+def other_score(sample):
+    reward = sample.reward + 1
+    return replace(sample, reward=reward, scores={**sample.scores, "odd_length": reward})
+
+
+def other_advantages(sample):
+    return replace(sample, learning=sample.learning | {"advantages": -sample.learning["advantages"]})
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("change", "stage", "row"),
+    ("change", "stage"),
     [
-        (other_token, "log-probs", 2),
-        (lambda sample: replace(sample, reward=sample.reward + 1), "rewards", 2),
-        (
-            lambda sample: replace(
-                sample, reward=sample.reward + 1, scores={**sample.scores, "odd_length": sample.reward + 1}
-            ),
-            "rewards",
-            2,
-        ),
-        (
-            lambda sample: replace(
-                sample, learning={**sample.learning, "advantages": -sample.learning["advantages"]}
-            ),
-            "advantages",
-            2,
-        ),
+        (other_token, "log-probs"),
+        (lambda sample: replace(sample, reward=sample.reward + 1), "rewards"),
+        (other_score, "rewards"),
+        (other_advantages, "advantages"),
     ],
 )
-def test_replay_finds_a_changed_value_of_the_record(runs, model, default, tmp_path, change, stage, row):
+def test_replay_finds_a_changed_value_of_the_record(runs, model, default, tmp_path, change, stage):
     folder = changed_record(default[0], tmp_path / "changed", 1, 2, change)
     result = replay(runs.grpo(model, tmp_path / "out"), folder)
-    assert (result.step, result.stage, result.row) == (1, stage, row)
+    assert (result.step, result.stage, result.row) == (1, stage, 2)
 
 
 @pytest.mark.long
@@ -347,3 +346,59 @@ def test_images_of_prompts_are_recorded(runs, tmp_path):
     assert verify(tmp_path / "record").intact
     with pytest.raises(CannotReplay, match="run with images, which a replay does not give to TRL"):
         replay(trainer, tmp_path / "record")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_wrong", "named"),
+    [
+        ({"gradient_accumulation_steps": 2}, False, set()),
+        (
+            {"loss_type": "bnpo"},
+            False,
+            {"loss_type=bnpo: TRL documents that it divides by the tokens of each micro-batch"},
+        ),
+        ({"gradient_accumulation_steps": 2}, True, {"divided by the micro-batches"}),
+    ],
+    ids=["equal", "documented", "divided again"],
+)
+def test_layouts_of_a_step_by_trls_own_trainer(runs, model, tmp_path, monkeypatch, options, is_wrong, named):
+    folder = recorded(runs.grpo(model, tmp_path / "out", max_steps=2, **options), tmp_path / "record")
+    loss = runs.GRPOTrainer._compute_loss
+
+    def divided_again(self, *given):
+        return loss(self, *given) / self.current_gradient_accumulation_steps
+
+    if is_wrong:
+        monkeypatch.setattr(runs.GRPOTrainer, "_compute_loss", divided_again)
+    found = layouts(partial(trainer_of, open_record(folder), None, 0), str(folder), 0)
+    assert (found.faithful, found.layouts) == (not is_wrong, ("whole", "accumulation 2", "accumulation 4"))
+    assert {one.named for _, one in found.variants} == named
+    assert {one.layout for _, one in found.variants} >= (
+        {"accumulation 2", "accumulation 4"} if named else set()
+    )
+
+
+def test_layouts_that_cannot_be_computed_are_refused(runs, model, tmp_path, default):
+    def build(**changed):
+        return runs.grpo(model, tmp_path / "again", learning_rate=2e-3)
+
+    with pytest.raises(CannotReplay, match=r"up to step 1: step 0 .*, learning rate: 0.001 in"):
+        layouts(build, str(default[0]), 1)
+    with pytest.raises(CannotReplay, match=r"was built without the given .*gradient_accumulation_steps"):
+        layouts(build, str(default[0]), 0)
+    apart = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "max_steps": 1}
+    folder = recorded(runs.grpo(model, tmp_path / "out", **apart), tmp_path / "apart")
+    with pytest.raises(CannotReplay, match="8 rows in an update and 1 micro-batches in a generation"):
+        layouts(partial(runs.grpo, model, tmp_path / "again", **apart), str(folder), 0)
+    supervised = recorded(runs.sft(model, tmp_path / "out", max_steps=1), tmp_path / "sft")
+    command = [
+        Path(sys.executable).with_name("areal-debug"),
+        "replay",
+        supervised,
+        "--step",
+        "0",
+        "--layouts",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("Error")) == (2, 1)
+    assert "is of a SFTTrainer, and this is for a GRPOTrainer" in done.stderr
