@@ -285,12 +285,10 @@ def report_of_anatomy(record: Record, found: dict[str, Any]) -> Report:
 
 def report_of_layouts(record: Record, found: dict[str, Any]) -> Report:
     """Return the numbers of a step that depend on its layout, with the factor between them."""
-    variants, differs = found["variants"], "The replay up to this step differs from the record."
-    rows = []
+    rows, variants = [], found["variants"]
     for one in variants:
-        numbers = [format_number(one["expected"]), format_number(one["found"])]
-        minibatch = "" if one["minibatch"] is None else str(one["minibatch"])
-        rows.append([minibatch, one["layout"], one["what"], *numbers, one["named"]])
+        place = ["" if one["minibatch"] is None else str(one["minibatch"]), one["layout"], one["what"]]
+        rows.append([*place, format_number(one["expected"]), format_number(one["found"]), one["named"]])
     sentence = f"does not depend on its layout: its numbers are equal in {', '.join(found['layouts'])}."
     if variants:
         first = min(variants, key=lambda one: one["named"].startswith(NO_COUNT))
@@ -300,7 +298,7 @@ def report_of_layouts(record: Record, found: dict[str, Any]) -> Report:
         sentence,
         "bad" if variants else "good",
         [Table(("minibatch>", "layout", "number", "whole>", "here>", "factor"), rows)] if rows else [],
-        [] if found["faithful"] else [differs],
+        ["The replay up to this step differs from the record."] * (not found["faithful"]),
     )
 
 
