@@ -26,7 +26,7 @@ def found_by_rldoctor(rows: list[Row]) -> set[str]:
     return {one.detector for one in findings if one.severity >= Severity.WARNING}
 
 
-def found_by_rlprobe(rows: list[Row], own: list[Row] | None) -> set[str]:
+def found_by_rlprobe(rows: list[Row], own: list[Row] | None = None) -> set[str]:
     """Return the names of rlprobe's warnings and critical findings; `own` are its own columns."""
     from rlprobe.doctor.engine import diagnose_view
     from rlprobe.doctor.runview import RunView

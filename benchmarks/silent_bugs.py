@@ -7,7 +7,8 @@ Each pair is a bug that was explained in public, rebuilt from its description on
 samples and trains (`silent_runs.py`): once with the mechanism of the bug, once without. Both sides
 are asked what a user of the documents would ask. A bug is *named* if the answer has its mechanism,
 *seen* if a problem is reported without it, *missed* otherwise; any problem on the side with the fix
-is an accusation. Exits with 1 below 70 % named, or with an accusation.
+is an accusation. Exits with 1 below 70 % named, or with an accusation. rldoctor and rlprobe (`make
+bench`) get the logged metrics under TRL's names; they *cannot read* less than two steps.
 """
 
 import json
@@ -17,13 +18,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any
 
 import torch
 
+from benchmarks.doctor_peers import found_by_rldoctor, found_by_rlprobe
 from benchmarks.harness import SomeOf, read_options
 from benchmarks.silent_runs import (
     ANSWER,
@@ -40,8 +45,11 @@ from benchmarks.silent_runs import (
     text,
     write,
 )
+from recorder import open_record
 
 ENOUGH = 0.7
+PEERS = {"rldoctor": found_by_rldoctor, "rlprobe": found_by_rlprobe}
+OUTCOMES = ("named", "seen", "missed", "cannot read", "accused")
 SLIME: Row = {
     "advantage_estimator": "grpo", "n_samples_per_prompt": GROUP, "rollout_batch_size": 8, "global_batch_size": 32,
     "rewards_normalization": True, "grpo_std_normalization": True, "normalize_advantages": False, "eps_clip": 0.2,
@@ -91,24 +99,32 @@ def pair(source: str, *questions: str, named: str) -> Callable[[Build], Build]:
     return register
 
 
+STATS = {
+    "slime": ("train/loss", "train/grad_norm", "rollout/raw_reward", "rollout/response_lengths"),
+    "trl": ("loss", "grad_norm", "reward", "completions/mean_length"),
+    "verl": ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean"),
+    "nemo-rl": ("train/loss", "train/grad_norm", "train/reward", "train/mean_gen_tokens_per_sample"),
+    "areal": ("ppo_actor/update/loss", "ppo_actor/update/grad_norm", "ppo_actor/task_reward/avg", "length"),
+}
+TO_TRL = {name: of_trl for names in STATS.values() for name, of_trl in zip(names, STATS["trl"], strict=True)}
+TO_TRL |= {"train/kl_penalty": "kl", "train/kl_loss": "kl", "train/lr": "learning_rate"}
+
+
 def stats_of(rows: list[Row], found: Row, trainer: str = "slime") -> Row:
     """Name statistics as a trainer does."""
     reward, length = mean(row["reward"] for row in rows), mean(len(row["completion_tokens"]) for row in rows)
-    names = {
-        "slime": ("train/loss", "train/grad_norm", "rollout/raw_reward", "rollout/response_lengths"),
-        "trl": ("loss", "grad_norm", "reward", "completions/mean_length"),
-        "verl": ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean"),
-        "nemo-rl": ("train/loss", "train/grad_norm", "train/reward", "train/mean_gen_tokens_per_sample"),
-    }[trainer]
-    return dict(zip(names, (found["loss"], found["norm"], reward, length), strict=True))
-
-
-def mean(values: Any) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
+    return dict(zip(STATS[trainer], (found["loss"], found["norm"], reward, length), strict=True))
 
 
 CROSSCHECK = "crosscheck {side}/record"
+
+
+def recorded(
+    side: Path, model: Path, rows: list[Row], found: Row, trainer: str = "slime", config: Row = SLIME
+) -> None:
+    """Write the record of a step, without the helper column `whole` of its rows."""
+    kept = [{name: value for name, value in row.items() if name != "whole"} for row in rows]
+    write(side, trainer, config, model, [(0, kept, stats_of(rows, found, trainer))])
 
 
 # -------------------- one step
@@ -134,7 +150,7 @@ def whitened_by_context_rank(side: Path, shared: Path, model: Path, bug: bool) -
         ]
     found = run.update(rows, by_row=True)
     config = SLIME | {"normalize_advantages": True, "context_parallel_size": 2, "rollout_batch_size": 7}
-    write(side / "record", "slime", config, model, [(0, rows, stats_of(rows, found))])
+    recorded(side / "record", model, rows, found, "slime", config)
 
 
 @pair("ms-swift#10117", CROSSCHECK, named=r"accumulat|micro.?batch|divided (again|twice|by)")
@@ -143,7 +159,7 @@ def divided_again(side: Path, shared: Path, model: Path, bug: bool) -> None:
     rows = run.prepare(run.rollout(0), eps=1e-4)
     found = run.update(rows, lambda *a, **k: policy_loss(*a, **k) / (2 if bug else 1))
     config = TRL | {"gradient_accumulation_steps": 2, "steps_per_generation": 2}
-    write(side / "record", "trl", config, model, [(0, rows, stats_of(rows, found, "trl"))])
+    recorded(side / "record", model, rows, found, "trl", config)
 
 
 @pair("Automodel#3359, Megatron-LM#6660", CROSSCHECK, named=r"each (micro.?batch|rank)|micro.?batch")
@@ -151,7 +167,7 @@ def mean_of_local_means(side: Path, shared: Path, model: Path, bug: bool) -> Non
     run = Run(model)
     rows = run.prepare(run.rollout(0))
     found = run.update(rows, batches=4 if bug else 1)
-    write(side / "record", "verl", VERL, model, [(0, rows, stats_of(rows, found, "verl"))])
+    recorded(side / "record", model, rows, found, "verl", VERL)
 
 
 @pair("TRL#6140", CROSSCHECK, named=r"accumulat|micro.?batch|weight of the KL")
@@ -162,7 +178,7 @@ def terms_scaled_differently(side: Path, shared: Path, model: Path, bug: bool) -
     run.beta = 0.2 / 4 if bug else 0.2
     found = run.update(rows)
     config = TRL | {"beta": 0.2, "gradient_accumulation_steps": 4}
-    write(side / "record", "trl", config, model, [(0, rows, stats_of(rows, found, "trl"))])
+    recorded(side / "record", model, rows, found, "trl", config)
 
 
 @pair(
@@ -177,7 +193,7 @@ def loss_depends_on_layout(side: Path, shared: Path, model: Path, bug: bool) -> 
         scale = parts if bug else 1
         found = run.update(rows, lambda *a, scale=scale, **k: policy_loss(*a, **k) / scale)
         config = TRL | {"gradient_accumulation_steps": parts, "steps_per_generation": parts}
-        write(side / name, "trl", config, model, [(0, rows, stats_of(rows, found, "trl"))])
+        recorded(side / name, model, rows, found, "trl", config)
 
 
 def noisy(model: Any, size: float) -> Any:
@@ -196,7 +212,7 @@ def kl_the_wrong_way(side: Path, shared: Path, model: Path, bug: bool) -> None:
     rows = run.prepare(run.rollout(0))
     found = run.update(rows, by_row=True, kl=(lambda d: kl3(-d)) if bug else kl3)
     config = SLIME | {"use_kl_loss": True, "kl_loss_coef": 0.2}
-    write(side / "record", "slime", config, model, [(0, rows, stats_of(rows, found))])
+    recorded(side / "record", model, rows, found, "slime", config)
 
 
 def with_tools(rows: list[Row], model: Any) -> list[Row]:
@@ -216,7 +232,7 @@ def mask_without_tools(side: Path, shared: Path, model: Path, bug: bool) -> None
     run = Run(model)
     rows = run.prepare(with_tools(run.rollout(0), run.actor))
     found = run.update(rows, mask="whole" if bug else "loss_mask")
-    write(side / "record", "verl", VERL, model, [(0, rows_without(rows), stats_of(rows, found, "verl"))])
+    recorded(side / "record", model, rows, found, "verl", VERL)
 
 
 @pair("prime-rl#2458", CROSSCHECK, named=r"KL[^.]{0,60}(mask|tokens|tool)")
@@ -225,22 +241,12 @@ def kl_outside_the_mask(side: Path, shared: Path, model: Path, bug: bool) -> Non
     run.reference.load_state_dict(noisy(run.reference, 0.1))
     rows = run.prepare(with_tools(run.rollout(0), run.actor), eps=1e-4)
     found = run.update(rows, kl_mask="whole" if bug else "loss_mask")
-    write(
-        side / "record",
-        "trl",
-        TRL | {"beta": 0.2},
-        model,
-        [(0, rows_without(rows), stats_of(rows, found, "trl"))],
-    )
+    recorded(side / "record", model, rows, found, "trl", TRL | {"beta": 0.2})
 
 
-def rows_without(rows: list[Row]) -> list[Row]:
-    return [{name: value for name, value in row.items() if name != "whole"} for row in rows]
-
-
-def distilled(side: Path, model: Path, factor: float) -> None:
-    """Write a step of on-policy distillation whose teacher term has a factor."""
-    run = Run(model)
+def distilled(wrong: float, side: Path, shared: Path, model: Path, bug: bool) -> None:
+    """Write a step of on-policy distillation whose teacher term has a factor, by the bug a wrong one."""
+    run, factor = Run(model), wrong if bug else 1.0
     teacher = load(model)
     teacher.load_state_dict(noisy(teacher, 0.1))
     rows = run.prepare(run.rollout(0))
@@ -252,17 +258,12 @@ def distilled(side: Path, model: Path, factor: float) -> None:
         row["advantages"] = [a - factor * 0.5 * (old - theirs) for a, old, theirs in pairs]
     found = run.update(rows, by_row=True)
     config = SLIME | {"use_opd": True, "opd_type": "sglang", "opd_kl_coef": 0.5}
-    write(side / "record", "slime", config, model, [(0, rows, stats_of(rows, found))])
+    recorded(side / "record", model, rows, found, "slime", config)
 
 
-@pair("atropos#456", CROSSCHECK, named=r"teacher|distill")
-def teacher_left_out(side: Path, shared: Path, model: Path, bug: bool) -> None:
-    distilled(side, model, 0.0 if bug else 1.0)
-
-
-@pair("slime#2085", CROSSCHECK, named=r"teacher|distill")
-def teacher_with_other_sign(side: Path, shared: Path, model: Path, bug: bool) -> None:
-    distilled(side, model, -1.0 if bug else 1.0)
+TEACHERS = {"teacher_left_out": ("atropos#456", 0.0), "teacher_with_other_sign": ("slime#2085", -1.0)}
+for name, (source, factor) in TEACHERS.items():
+    PAIRS[name] = Pair(name, source, (CROSSCHECK,), "teacher|distill", partial(distilled, factor))
 
 
 @pair(
@@ -302,7 +303,7 @@ def rewarded(side: Path, shared: Path, model: Path, change: Callable[[list[Row]]
     for row, value in zip(rows, change(rows), strict=True):
         row["reward"] = value
     found = run.update(run.prepare(rows))
-    write(side / "record", "nemo-rl", {}, model, [(0, rows, stats_of(rows, found, "nemo-rl"))])
+    recorded(side / "record", model, rows, found, "nemo-rl", {})
 
 
 def lines(file: Path, rows: list[Row]) -> None:
@@ -323,11 +324,8 @@ def rewards_move_by_one(side: Path, shared: Path, model: Path, bug: bool) -> Non
 
 @pair("slime#2237", RESCORE, named=r"order|permut|another (row|sample)|other rows|interleav|every")
 def rewards_in_another_order(side: Path, shared: Path, model: Path, bug: bool) -> None:
-    def change(rows: list[Row]) -> list[float]:
-        order = [n * GROUP + s for s in range(GROUP) for n in range(10)] if bug else range(len(rows))
-        return [rows[at]["reward"] for at in order]
-
-    rewarded(side, shared, model, change)
+    order = [n * GROUP + s for s in range(GROUP) for n in range(10)] if bug else range(10 * GROUP)
+    rewarded(side, shared, model, lambda rows: [rows[at]["reward"] for at in order])
 
 
 def gathered(side: Path, shared: Path, model: Path, groups: list[list[int]]) -> None:
@@ -338,9 +336,8 @@ def gathered(side: Path, shared: Path, model: Path, groups: list[list[int]]) -> 
     for step, chosen in enumerate(groups):
         rows = run.rollout(step, [asked[n] for n in chosen])
         for at, row in enumerate(rows):
-            row["group"] = (
-                (step, chosen[at // GROUP]) if len(set(chosen)) < len(chosen) else chosen[at // GROUP]
-            )
+            is_repeated = len(set(chosen)) < len(chosen)
+            row["group"] = (step, chosen[at // GROUP]) if is_repeated else chosen[at // GROUP]
         steps.append((step, run.prepare(rows), stats_of(rows, run.update(rows))))
         run.sync()
     write(side / "record", "slime", SLIME, model, steps)
@@ -383,8 +380,7 @@ def timeout_ends_as_done(side: Path, shared: Path, model: Path, bug: bool) -> No
                     row[name] = row[name][:cut]
                 row |= {"reward": 0.0, "completion": text(row["completion_tokens"])}
                 row |= {"finish_reason": "stop" if bug else "length", "loss_mask": [int(bug)] * cut}
-        rows = run.prepare(rows)
-        found = run.update([row for row in rows if any(row["loss_mask"])])
+        found = run.update([row for row in run.prepare(rows) if any(row["loss_mask"])])
         steps.append((step, rows, stats_of(rows, found, "verl")))
     write(side / "record", "verl", VERL, model, steps)
 
@@ -402,11 +398,8 @@ def unfinished_is_rewarded(side: Path, shared: Path, model: Path, bug: bool) -> 
             if number == (5 * step) % 32 and len(row["completion_tokens"]) > 3:
                 for name in ("completion_tokens", "logprobs", "loss_mask"):
                     row[name] = row[name][:3]
-                row |= {
-                    "finish_reason": "length",
-                    "reward": 1.0 if bug else 0.0,
-                    "completion": text(row["completion_tokens"]),
-                }
+                row |= {"reward": float(bug), "finish_reason": "length"}
+                row["completion"] = text(row["completion_tokens"])
             else:
                 row["reward"] = float(row["completion"][:1] in ANSWER[:4])
         steps.append((step, run.prepare(rows), stats_of(rows, run.update(rows))))
@@ -533,16 +526,16 @@ def label_of_another_version(side: Path, shared: Path, model: Path, bug: bool) -
     sampled(side, run, model, 10)
 
 
-def kept_by(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    if name == "top_k":
-        return lambda logp: logp >= logp.topk(6).values[:, -1:]
-    return lambda logp: logp >= logp.max(-1, keepdim=True).values + torch.tensor(0.3).log()
+KEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "top_k": lambda logp: logp >= logp.topk(6).values[:, -1:],
+    "min_p": lambda logp: logp >= logp.max(-1, keepdim=True).values + torch.tensor(0.3).log(),
+}
 
 
-def filtered(side: Path, model: Path, name: str, bug: bool) -> None:
-    run = Run(model, prompts=12)
-    rows = run.rollout(0, keep=kept_by(name) if bug else None)
-    sampled(side, run, model, 0, rows, "trl", TRL | ({name: 6 if name == "top_k" else 0.3} if bug else {}))
+def filtered(option: str, side: Path, shared: Path, model: Path, bug: bool) -> None:
+    run, config = Run(model, prompts=12), {option: 6 if option == "top_k" else 0.3}
+    rows = run.rollout(0, keep=KEPT[option] if bug else None)
+    sampled(side, run, model, 0, rows, "trl", TRL | (config if bug else {}))
 
 
 def over_time(side: Path, model: Path, update: Callable[[Run, int], None]) -> None:
@@ -575,16 +568,9 @@ def deltas_drift(side: Path, shared: Path, model: Path, bug: bool) -> None:
 
 
 FIRST = "consistency {side}/record --step 0 --model {model}"
-
-
-@pair("TRL#6880, #4772", FIRST, named=r"R03|R04|top.?k")
-def survivors_of_top_k(side: Path, shared: Path, model: Path, bug: bool) -> None:
-    filtered(side, model, "top_k", bug)
-
-
-@pair("TRL#5814", FIRST, named=r"R03|R04|min.?p")
-def survivors_of_min_p(side: Path, shared: Path, model: Path, bug: bool) -> None:
-    filtered(side, model, "min_p", bug)
+for source, option in (("TRL#6880, #4772", "top_k"), ("TRL#5814", "min_p")):
+    name, named = f"survivors_of_{option}", rf"R03|R04|{option.replace('_', '.?')}"
+    PAIRS[name] = Pair(name, source, (FIRST,), named, partial(filtered, option))
 
 
 # -------------------- the seam of a resume
@@ -702,13 +688,10 @@ def staleness_after_recovery(side: Path, shared: Path, model: Path, bug: bool) -
             for row in queue[-1]:
                 row["versions"] = step
             started += 1
-        rows = run.prepare([row for group in queue[:5] for row in group])
-        queue = queue[5:]
-        ages = [step - row["versions"] for row in rows]
-        stats = {"ppo_actor/task_reward/avg": mean(row["reward"] for row in rows)}
-        stats |= {"ppo_actor/update/version_stats/head_offpolicyness/avg": mean(ages)}
-        found = run.update(rows)
-        stats |= {"ppo_actor/update/loss": found["loss"], "ppo_actor/update/grad_norm": found["norm"]}
+        rows, queue = run.prepare([row for group in queue[:5] for row in group]), queue[5:]
+        stats = stats_of(rows, run.update(rows), "areal")
+        age = mean(step - row["versions"] for row in rows)
+        stats["ppo_actor/update/version_stats/head_offpolicyness/avg"] = age
         steps.append((step, rows, stats))
         run.sync()
     config = {"rollout": {"max_head_offpolicyness": 2}}
@@ -757,6 +740,22 @@ def judge(one: Pair, folder: Path, is_shown: bool) -> tuple[str, bool]:
     return "named" if is_named else "seen" if said else "missed", any(code == 1 for code, _ in answers["fix"])
 
 
+def judge_peer(one: Pair, folder: Path, peer: str) -> tuple[str, bool]:
+    """Return what `judge` does, of another doctor: its findings on the metrics of each step."""
+    findings = []
+    for side in ("bug", "fix"):
+        rows: dict[int, Row] = {}
+        for record in (open_record(file.parent) for file in (folder / one.name / side).rglob("record.json")):
+            stats = {step: record.step(step).outcome(0).stats for step in record.steps}
+            rows |= {step: {TO_TRL[n]: v for n, v in of.items() if n in TO_TRL} for step, of in stats.items()}
+        if len(rows) < 2:
+            return "cannot read", False
+        findings.append(PEERS[peer]([{"step": step} | rows[step] for step in sorted(rows)]))
+    said = " ".join(findings[0]).replace("_", " ")
+    is_named = re.search(one.named, said, re.I)
+    return "named" if is_named else "seen" if said else "missed", bool(findings[1])
+
+
 def make(one: Pair, folder: Path) -> None:
     shutil.rmtree(folder / one.name, ignore_errors=True)
     for side in ("bug", "fix"):
@@ -769,23 +768,24 @@ def main() -> None:
     folder = Path(options.keep or tempfile.mkdtemp()).absolute()
     torch.set_num_threads(1)
     first_weights(folder / "model")
-    found = {}
-    for name in options.only:
+    found: dict[str, dict[str, tuple[str, bool]]] = {}
+    for name, one in ((name, PAIRS[name]) for name in options.only):
         if not options.made:
-            make(PAIRS[name], folder)
-        outcome, is_accused = judge(PAIRS[name], folder, options.answers)
-        found[name] = {"source": PAIRS[name].source, "outcome": outcome, "fix_accused": is_accused}
-        print(f"{outcome:<7}{name:<34}{PAIRS[name].source}{'  FIX ACCUSED' * is_accused}", flush=True)
-    named, accused = (
-        sum(one[key] == value for one in found.values())
-        for key, value in (("outcome", "named"), ("fix_accused", True))
-    )
-    print(f"named {named} of {len(found)}; fixed sides accused {accused}")
+            make(one, folder)
+        ours = {"areal-debug": judge(one, folder, options.answers)}
+        found[name] = ours | {peer: judge_peer(one, folder, peer) for peer in PEERS}
+        cells = (f"{outcome}{' FIX ACCUSED' * accused}" for outcome, accused in found[name].values())
+        print(f"{'  '.join(f'{cell:<11}' for cell in cells)}  {name:<34}{one.source}", flush=True)
+    counts = {}
+    for tool in ("areal-debug", *PEERS):
+        counts[tool] = Counter(w for of in found.values() for w in (of[tool][0], "accused" * of[tool][1]))
+        print(f"{tool:<12}{', '.join(f'{name} {counts[tool][name]}' for name in OUTCOMES)} of {len(found)}")
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1))
     if not options.keep:
         shutil.rmtree(folder)
-    raise SystemExit(named < ENOUGH * len(found) or accused > 0)
+    right, wrong = (counts["areal-debug"][name] for name in ("named", "accused"))
+    raise SystemExit(right < ENOUGH * len(found) or wrong > 0)
 
 
 if __name__ == "__main__":
