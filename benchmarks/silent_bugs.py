@@ -122,7 +122,7 @@ CROSSCHECK = "crosscheck {side}/record"
 def recorded(
     side: Path, model: Path, rows: list[Row], found: Row, trainer: str = "slime", config: Row = SLIME
 ) -> None:
-    """Write the record of a step, without the helper column `whole` of its rows."""
+    """Write the record of a step, without the column `whole` of its rows."""
     kept = [{name: value for name, value in row.items() if name != "whole"} for row in rows]
     write(side, trainer, config, model, [(0, kept, stats_of(rows, found, trainer))])
 
