@@ -22,6 +22,7 @@ API = (
     "areal_debug.Sample",
     "areal_debug.watch",
     "areal_debug.wiring.wire",
+    "areal_debug.trl.layouts",
     "areal_debug.trl.record",
     "areal_debug.trl.replay",
     "areal_debug.verl.record_step",
