@@ -17,8 +17,6 @@ from areal_debug.doctor.samples.read import Rows
 from areal_debug.doctor.series import FEWEST_STEPS
 
 ENOUGH = 1 / 3  # of the checks of this kind of run must have had data
-OF_PREFERENCES = ("preference_accuracy", "chosen_reward", "rejected_reward")
-OF_LEARNING_BY_REWARD = ("reward", "reference_kl", "approx_kl", "clip_ratio", "zero_variance_groups")
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Checks:
 
 def checks_of(run: Run, rows: Rows | None, failed: Collection[str]) -> Checks:
     """Return the state of every check that this kind of run has. `failed` are ids of alarms."""
-    observed, kind = observed_in(run, rows), kind_of(run)
+    observed, kind = observed_in(run, rows), run.kind
     passed, unobserved = [], {}
     for id, row in findings().items():
         if not applies(id, row.get("of", "learning"), kind, run) or id in failed:
@@ -71,15 +69,6 @@ def applies(id: str, of: str, kind: str, run: Run) -> bool:
     if id.startswith("S"):
         return run.record is not None
     return of in ("any", kind) or (kind == "preferences" and of == "supervised")
-
-
-def kind_of(run: Run) -> str:
-    """Return "learning" (by reward), "supervised" or "preferences", by what is logged."""
-    if any(name in run.series for name in OF_PREFERENCES):
-        return "preferences"
-    if "loss" in run.series and not any(name in run.series for name in OF_LEARNING_BY_REWARD):
-        return "supervised"
-    return "learning"
 
 
 def observed_in(run: Run, rows: Rows | None) -> set[str]:

@@ -124,10 +124,15 @@ def cost_since(run: Run, step: int | None) -> str:
 def verdict(run: Run, found: Examination) -> str:
     """Return "problem", "healthy", or "unknown" if too few steps or checks had data."""
     if found.alarms:
-        return "problem"
+        return "unknown" if is_one_step(run, found) else "problem"
     checks = found.checks
     looked = run.series and run.num_steps >= FEWEST_STEPS and not checks.are_few and checks.late is None
     return "healthy" if looked and not run.damage.found else "unknown"
+
+
+def is_one_step(run: Run, found: Examination) -> bool:
+    """Return whether one step is all there is: its levels are facts, and no step shows a trend."""
+    return run.num_steps == 1 and not any(one.severity == "error" or one.samples for one in found.alarms)
 
 
 def document(run: Run, found: Examination) -> dict[str, Any]:

@@ -28,11 +28,6 @@ SLIME = ("rollout/raw_reward", "train_rollout_logprob_abs_diff")
 NOT_A_DATASET = ("*ratio*", "*_len*", "*-pass*", "*step", "*/*/*")
 
 
-def words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
-    return frozenset(text.split())
-
-
 def choose_names(names: Sequence[str]) -> dict[str, str]:
     """Return the name under which a run logs each quantity, of those that it logs."""
     exact = {quantity: find_name(quantity, names) for quantity in QUANTITIES}
@@ -137,10 +132,11 @@ def ends_with(found: Sequence[str], ending: str) -> bool:
 
 def same_words(found: Sequence[str], ending: str) -> bool:
     """Return whether the words are those of an ending in any order, and words that add nothing."""
-    return words(ending).issubset(found) and NEUTRAL.issuperset(set(found) - words(ending))
+    needed = set(ending.split())
+    return needed.issubset(found) and NEUTRAL.issuperset(set(found) - needed)
 
 
-def words_of(segment: str) -> Sequence[str]:
+def words_of(segment: str) -> list[str]:
     """Return the words of a segment in small letters, without those for a mean, and `@8`."""
     spaced = re.sub(
         r"([a-z0-9])([A-Z])", r"\1 \2", segment.partition("@")[0] if "mean@" in segment else segment

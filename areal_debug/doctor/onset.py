@@ -8,6 +8,7 @@ from areal_debug.doctor.series import FEWEST_STEPS, Floats, Series, binned
 
 Worse = Literal["up", "down"]
 
+JUMPED = 4.0  # times the noise, from one step to the next
 LEAST_GAIN = 0.4  # share of the squared deviation from one line that bends must explain
 LEAST_SHARE = 0.1  # of the change for the worse that the first bend must cause
 
@@ -17,8 +18,9 @@ def onset(series: Series, worse: Worse, in_ratios: bool = False) -> int:
 
     A continuous line with at most two bends is fitted to medians of bins by least squares over all
     pairs of bends; a jump is two bends next to each other, a ramp that ends is two as well. The
-    onset is the first bend towards the worse. The first step is returned if bends explain little
-    more than one straight line: then the metric changes from the beginning.
+    onset is the first bend towards the worse, or the step of a jump beside it: bins are wide, and
+    all metrics that one event moves must name the same step. The first step is returned if bends
+    explain little more than one straight line: then the metric changes from the beginning.
 
     Args:
         in_ratios: fit the logarithm, for metrics whose factor counts (KL, norms, lengths, times).
@@ -27,20 +29,28 @@ def onset(series: Series, worse: Worse, in_ratios: bool = False) -> int:
     first = int(series.steps[0]) if len(series.steps) else 0
     if len(kept.values) < FEWEST_STEPS:
         return first
-    x, y = binned(kept)
+    values = kept.values
     if in_ratios:
-        y = np.log(np.maximum(np.abs(y), 0.05 * float(np.median(np.abs(y))) + 1e-12))
+        values = np.log(np.maximum(np.abs(values), 0.05 * float(np.median(np.abs(values))) + 1e-12))
     if worse == "down":
-        y = -y
+        values = -values
+    turned = Series(series.name, kept.steps, values)
+    x, y = binned(turned)
     start, end, gain = best_bends(x, y)
     slopes = slopes_of(x, y, start, end)
     if gain < LEAST_GAIN:
         return first
     rise = max(0.0, slopes[1]) * (x[end] - x[start]) + max(0.0, slopes[2]) * (x[-1] - x[end])
     bends_up = slopes[1] > max(slopes[0], 0.0) and slopes[1] * (x[end] - x[start]) >= LEAST_SHARE * rise
-    if bends_up:
-        return int(x[start])
-    return int(x[end]) if slopes[2] > max(slopes[1], 0.0) else first
+    if not bends_up and slopes[2] <= max(slopes[1], 0.0):
+        return first
+    bend = start if bends_up else end
+    before, after = bend - 1, min(bend + 2, len(x) - 1)
+    jumps = np.where((kept.steps[1:] >= x[before]) & (kept.steps[1:] <= x[after]), np.diff(values), 0.0)
+    at = int(np.argmax(jumps))
+    # most of the change around the bend: no single outlier, and no step of a ramp
+    is_jump = jumps[at] > JUMPED * turned.noise and 0.5 < (y[after] - y[before]) / jumps[at] < 1.5
+    return int(kept.steps[at + 1] if is_jump else x[bend])
 
 
 def best_bends(x: Floats, y: Floats) -> tuple[int, int, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_debug.doctor.names import QUANTITIES, choose_names, family_of
 from areal_debug.doctor.rows import is_record, metrics_of
-from areal_debug.doctor.series import Series
+from areal_debug.doctor.series import NOTHING, Series
 from areal_debug.doctor.sources.locate import RECORD, find_source
 from areal_debug.doctor.sources.plain_files import Row, UnreadableRun, parse_json, read_jsonl, read_text
 from areal_debug.doctor.sources.to_series import STEP_NAMES, collect
@@ -16,6 +16,8 @@ from areal_debug.waiting import doing
 from recorder import Record, open_record
 from recorder.reader import Damage
 
+OF_PREFERENCES = ("preference_accuracy", "chosen_reward", "rejected_reward")
+OF_REWARDS = ("reward", "reference_kl", "approx_kl", "clip_ratio", "zero_variance_groups", "length")
 COUNTS = {"id", "epoch", "timestamp"}  # beside the step: of the logger, and no metrics
 
 
@@ -45,6 +47,18 @@ class Run:
     def num_steps(self) -> int:
         """Steps of the longest metric."""
         return max((len(series.steps) for series in self.by_name.values()), default=0)
+
+    @property
+    def kind(self) -> str:
+        """ "learning" (by reward), "supervised" or "preferences", by what is logged."""
+        if any(name in self.series for name in OF_PREFERENCES):
+            return "preferences"
+        is_supervised = "loss" in self.series and not any(name in self.series for name in OF_REWARDS)
+        return "supervised" if is_supervised else "learning"
+
+    def finite(self, quantity: str) -> Series:
+        """Return a quantity without NaN and infinities; an empty series if it is not logged."""
+        return self.series[quantity].finite if quantity in self.series else NOTHING
 
 
 def read_run(path: Path, name: str | None = None, given: Mapping[str, str] | None = None) -> Run:

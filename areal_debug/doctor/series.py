@@ -1,7 +1,7 @@
 """One metric over the steps of a run, with robust statistics: medians of windows, and a trend."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,8 +80,8 @@ class Series:
         return self.trend is None or not (self.trend.rises or self.trend.falls)
 
     def throughout(self, is_bad: Callable[[float], bool]) -> bool:
-        """Return whether each of a few steps is bad; False for one step, and for many."""
-        return self.is_short and len(self.values) > 1 and all(map(is_bad, self.values.tolist()))
+        """Return whether each of a few steps, or the only one, is bad; False for many."""
+        return self.is_short and len(self.values) > 0 and all(map(is_bad, self.values.tolist()))
 
     def holds(self, is_bad: Callable[[float], bool]) -> bool:
         """Return whether both last windows are bad, or each of a few steps."""
@@ -127,13 +127,32 @@ class Series:
         return self.sustained(lambda value: value < level)
 
     @property
+    def ending(self) -> str:
+        """The last level in words."""
+        if len(self.values) == 1:
+            return f"{self.last:.4g} in the only step"
+        return f"median {self.last:.4g} in the last {self.window} steps"
+
+    @property
+    def change(self) -> str:
+        """The last and the first level in words."""
+        return self.ending + (f", {self.first:.4g} at first" if len(self.values) > 1 else "")
+
+    @property
     def is_zero(self) -> bool:
         """Whether both last windows, or all of few steps, are exactly 0; False if rounded."""
         return self.resolution == 0 and self.holds(lambda value: value == 0.0)
 
+    def at(self, places: Iterable[int]) -> tuple[tuple[int, float], ...]:
+        """Return steps and values at indices, for evidence."""
+        return tuple((int(self.steps[i]), float(self.values[i])) for i in places)
+
     def tail(self, count: int = 5) -> tuple[tuple[int, float], ...]:
         """Return the last values with their steps, for evidence."""
-        return tuple(zip(self.steps[-count:].tolist(), self.values[-count:].tolist(), strict=True))
+        return self.at(range(len(self.values))[-count:])
+
+
+NOTHING = Series("", np.zeros(0, np.int64), np.zeros(0))
 
 
 def medians_between(values: Floats, left: Ints, right: Ints) -> Floats:
@@ -211,11 +230,6 @@ class Trend:
     @property
     def falls(self) -> bool:
         return self.high < 0 and -self.change > self.scatter
-
-
-def trend(series: Series) -> Trend | None:
-    """Return the trend of a series, computed once; None below `FEWEST_STEPS`."""
-    return series.trend
 
 
 def theil_sen(series: Series) -> Trend | None:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from areal_debug.doctor.names import words_of
 from areal_debug.doctor.read import Run, read_run
 from areal_debug.doctor.rows import is_record
-from areal_debug.doctor.rules.terms import options, words
+from areal_debug.doctor.rules.terms import options
 from areal_debug.doctor.samples.ends import surprises
 from areal_debug.doctor.samples.read import Rows, read_rows
 from areal_debug.doctor.series import Floats, Series
@@ -488,8 +489,8 @@ def judge_layout(before: Segment, after: Segment) -> Found | None:
         for name, pair in both.items()
         if pair[0] != pair[1]
         and type(pair[0]) is int
-        and SIZES & set(words(name.rpartition(".")[2]))
-        and not NO_SIZES & set(words(name))
+        and SIZES & set(words_of(name.rpartition(".")[2]))
+        and not NO_SIZES & set(words_of(name))
     }
     if differ:
         one, other = next(iter(differ.values()))

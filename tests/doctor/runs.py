@@ -2,8 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from click.testing import CliRunner
+
+from areal_debug.cli import main
 
 STEPS = 200
 OURS = {
@@ -74,6 +78,17 @@ def write_stats(folder: Path, metrics: dict[str, np.ndarray], names: dict[str, s
                 + "\n"
             )
     return folder
+
+
+def diagnosed(path: Path, *options: str) -> tuple[int, Any]:
+    """Return the exit code and the JSON report of the verb."""
+    done = CliRunner().invoke(main, ["doctor", str(path), "--json", *options])
+    return done.exit_code, json.loads(done.stdout)
+
+
+def said(path: Path) -> str:
+    """Return what the verb prints."""
+    return CliRunner().invoke(main, ["doctor", str(path)]).stdout
 
 
 def ramp(begin: float, end: float, start: float = 0.5, steps: int = STEPS) -> np.ndarray:

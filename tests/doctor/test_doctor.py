@@ -6,13 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.cli import main
 from areal_debug.doctor.read import UnreadableRun, read_run
-from areal_debug.doctor.series import Series, trend
+from areal_debug.doctor.series import Series
 
-from .runs import STEPS, TROUBLES, healthy, write_stats
+from .runs import STEPS, TROUBLES, diagnosed, healthy, said, write_stats
 
 LONG = pytest.mark.long
 # Further alarms of a run whose reward does not rise, and of one that peaked.
@@ -36,14 +34,9 @@ TRL = {
 }
 
 
-def examined(run, *options):
-    done = CliRunner().invoke(main, ["doctor", str(run), "--json", *options])
-    return done.exit_code, json.loads(done.stdout) if done.exit_code != 2 else done.stderr
-
-
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=LONG) for n in range(2, 20))])
 def test_run_that_learns_gets_no_alarm(tmp_path, seed):
-    code, found = examined(write_stats(tmp_path, healthy(seed)))
+    code, found = diagnosed(write_stats(tmp_path, healthy(seed)))
     assert (code, found["verdict"], found["alarms"]) == (0, "healthy", [])
     assert found["judged"]["reward"] == "ppo_actor/task_reward/avg"
     assert found["num_steps"] == STEPS
@@ -53,7 +46,7 @@ def test_run_that_learns_gets_no_alarm(tmp_path, seed):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG)])
 def test_trouble_is_named_with_steps_advice_source_and_experiment(tmp_path, name, seed):
     expected, spoil = TROUBLES[name]
-    code, found = examined(write_stats(tmp_path, spoil(healthy(seed))))
+    code, found = diagnosed(write_stats(tmp_path, spoil(healthy(seed))))
     alarms = {alarm["id"]: alarm for alarm in found["alarms"]}
     assert code == 1
     assert expected in alarms, sorted(alarms)
@@ -66,93 +59,107 @@ def test_trouble_is_named_with_steps_advice_source_and_experiment(tmp_path, name
 
 def test_noise_that_is_larger_than_the_gain_is_no_fall_from_a_peak(tmp_path):
     noisy = healthy() | {"reward": 0.5 + 0.3 * np.random.default_rng(3).normal(size=STEPS)}
-    _, found = examined(write_stats(tmp_path, noisy))
+    _, found = diagnosed(write_stats(tmp_path, noisy))
     assert "D04" not in [alarm["id"] for alarm in found["alarms"]]
 
 
 def test_of_a_handful_of_steps_only_what_holds_in_each_is_judged(tmp_path):
     few = {name: values[:7] for name, values in TROUBLES["truncation"][1](healthy()).items()}
     few["no_eos"] = np.array([0.9] * 6 + [0.1])
-    code, _ = examined(write_stats(tmp_path, few))
-    assert code == 2
-    done = CliRunner().invoke(main, ["doctor", str(tmp_path)])
-    assert done.stdout.startswith("Inconclusive: 7 steps of ")
-    few["no_eos"] = np.full(7, 0.9)
-    code, found = examined(write_stats(tmp_path, few))
-    assert (code, [(a["id"], a["severity"]) for a in found["alarms"]]) == (1, [("D20", "warning")])
-    longer = write_stats(tmp_path, {name: np.full(8, values[0]) for name, values in few.items()})
-    assert "D20" in [alarm["id"] for alarm in examined(longer)[1]["alarms"]]
+    assert diagnosed(write_stats(tmp_path, few))[0] == 2
+    assert said(tmp_path).startswith("Inconclusive: 7 steps of ")
+
+
+NO_GRADIENT = "'loss': -0.0, 'grad_norm': 0.0, 'learning_rate': 2e-07, 'reward': 0.34, 'reward_std': 0.44"
+FAR = "{'loss': 0.1, 'reward': 0.34, 'kl': 100.0, 'grad_norm': 0.2}"
+LEVELS = "step:4 - critic/rewards/mean:0.5 - critic/rewards/max:1.0 - critic/rewards/min:0.0 - "
 
 
 @pytest.mark.parametrize(
-    ("line", "id"),
+    ("count", "line", "id"),
     [
-        (
-            "'loss': -0.0, 'grad_norm': 0.0, 'learning_rate': 2.6e-07, 'reward': 0.34, 'reward_std': 0.44",
-            "D13",
-        ),
-        ("{'loss': 0.1, 'grad_norm': 0.3, 'learning_rate': 0.0, 'reward': 0.34, 'reward_std': 0.44}", "D13"),
-        ("{'loss': 0.0, 'grad_norm': 0.0, 'reward': 0.0, 'frac_reward_zero_std': 1.0}", "D22"),
-        ("{'loss': 0.0, 'grad_norm': 0.2, 'reward': 0.4, 'completions/clipped_ratio': 0.9}", "D20"),
-        ("{'loss': 0.0, 'grad_norm': 0.2, 'reward': 0.4, 'frac_reward_zero_std': 0.7}", None),
+        (3, NO_GRADIENT, "D13"),
+        (3, "{'loss': 0.1, 'grad_norm': 0.3, 'learning_rate': 0.0, 'reward': 0.34}", "D13"),
+        (3, "{'loss': 0.0, 'grad_norm': 0.0, 'reward': 0.0, 'frac_reward_zero_std': 1.0}", "D22"),
+        (3, "{'loss': 0.0, 'grad_norm': 0.2, 'reward': 0.4, 'completions/clipped_ratio': 0.9}", "D20"),
+        (3, "{'loss': 0.0, 'grad_norm': 0.2, 'reward': 0.4, 'frac_reward_zero_std': 0.7}", None),
+        (3, "{'loss': 0.69, 'rewards/accuracies': 0.25, 'rewards/chosen': -0.05}", None),  # ties are no hits
+        (1, NO_GRADIENT, "D13"),
+        (1, NO_GRADIENT.replace("0.44", "0.0"), "D22"),
+        (1, NO_GRADIENT.replace("'grad_norm': 0.0, 'learning_rate': 2e-07", "'learning_rate': 0.0"), None),
+        (1, FAR, "D29"),
+        (1, FAR.replace("'kl': 100.0", "'objective/kl': 12.0"), None),  # over the tokens of a completion
+        (1, FAR.replace("'kl': 100.0", "'policy/approxkl_avg': 3.0"), "D14"),
+        (1, FAR.replace("'kl': 100.0", "'clip_ratio/region_mean': 1.0"), "D12"),
+        (1, LEVELS + "critic/advantages/max:0.000 - critic/advantages/min:0.000", "D33"),
+        (1, LEVELS.replace("max:1.0", "max:0.4"), "D45"),
+        (4, [1.06, 1.16, 0.0, 0.0], "D18"),  # what Transformers prints for a loss that is not finite
+        (3, [0.0, 0.0, 0.0], "D18"),
+        (3, [0.3, 0.003, 0.0], None),  # it is memorised
+        (3, [1.06, 0.0, 1.1], None),
+        (3, "{'loss': 0.0, 'completion_length': 30.0}", None),  # of GRPO, whose loss is 0
+        (3, "{'loss': 0.69, 'rewards/chosen': 0.1, 'logits/chosen': nan}", "D18"),
+        (12, [0.97, 1.37, 1.24, 0.96, 1.03, 1.17] * 2, "D13"),  # each epoch has the same losses
+        (11, [0.97, 1.37, 1.24, 0.96, 1.03, 1.17, 0.97, 1.37, 1.24, 0.96, 1.02], None),
     ],
 )
-def test_three_lines_that_somebody_posted_show_what_holds_in_each(tmp_path, line, id):
-    (tmp_path / "post.txt").write_text(f"is this normal?\n{line}\n{line}\n{line}\n")
-    done = CliRunner().invoke(main, ["doctor", str(tmp_path / "post.txt"), "--json"])
-    alarms = [alarm["id"] for alarm in json.loads(done.stdout)["alarms"]]
-    assert (done.exit_code, alarms) == ((1, [id]) if id else (2, []))
+def test_lines_that_somebody_posted_show_what_holds_in_each_and_one_shows_no_trend(tmp_path, count, line, id):
+    post = tmp_path / "post.txt"
+    lines = (
+        [line] * count if isinstance(line, str) else [f"{{'loss': {loss}, 'epoch': 0.1}}" for loss in line]
+    )
+    post.write_text("is this normal?\n" + "\n".join(lines))
+    code, found = diagnosed(post)
+    assert ([one["id"] for one in found["alarms"]], code == 1) == ([id] * bool(id), bool(id) and count > 1)
+    assert ("; one step shows no trend: give more" in said(post)) == (count == 1 and id is not None)
 
 
-def test_a_gradient_norm_that_grows_without_end_is_named(tmp_path):
-    run = {"grad_norm": 10.0 ** np.arange(12), "reward": np.full(12, 0.5)}
-    code, found = examined(write_stats(tmp_path, run))
-    assert (code, found["alarms"][0]["title"]) == (1, "gradients that grow without end")
+@pytest.mark.parametrize(("norms", "grows"), [(10.0 ** np.arange(12), True), (np.linspace(9, 40, 12), False)])
+def test_a_gradient_norm_that_grows_without_end_is_named(tmp_path, norms, grows):
+    _, found = diagnosed(write_stats(tmp_path, {"grad_norm": norms, "reward": np.full(12, 0.5)}))
+    assert ("gradients grow without end" in [alarm["title"] for alarm in found["alarms"]]) == grows
 
 
 def test_one_bad_step_is_no_alarm(tmp_path):
     run = healthy()
     run["no_eos"][150] = 0.9
     run["grad_norm"][80] *= 50
-    assert examined(write_stats(tmp_path, run))[0] == 0
+    assert diagnosed(write_stats(tmp_path, run))[0] == 0
 
 
 @pytest.mark.parametrize(("norms", "first"), [([np.nan] * 12, 0), ([0.0, 0.0, np.inf], 2)])
 def test_gradients_that_are_not_finite_are_named_in_any_run(tmp_path, norms, first):
     write_stats(tmp_path, {"grad_norm": np.array(norms)})
-    code, report = examined(tmp_path)
+    code, report = diagnosed(tmp_path)
     alarm = next(alarm for alarm in report["alarms"] if alarm["id"] == "D17")
     count = int(np.sum(~np.isfinite(norms)))
     assert code == 1
-    assert alarm["found"] == f"{count} of {len(norms)} steps are not finite"
+    assert alarm["found"] == f"the norm is not finite in {count} of {len(norms)} steps"
     assert alarm["advice"][0].endswith(f"break step {first}: areal-debug replay RECORD --explain {first}")
-    done = CliRunner().invoke(main, ["doctor", str(tmp_path)])
-    assert done.stdout.startswith("Gradients that are not finite: ")
+    assert said(tmp_path).startswith("Gradients are not finite: ")
 
 
-def test_metrics_of_verl_in_jsonl_and_of_trl_in_trainer_state_are_judged(tmp_path):
+@pytest.mark.parametrize(("names", "family"), [(VERL, "verl"), (TRL, "TRL")])
+def test_metrics_of_verl_in_jsonl_and_of_trl_in_trainer_state_are_judged(tmp_path, names, family):
     broken = TROUBLES["truncation"][1](healthy())
-    write_stats(tmp_path / "verl", {name: broken[name] for name in VERL}, VERL)
-    (tmp_path / "verl" / "stats.jsonl").rename(tmp_path / "verl" / "metrics.jsonl")
-    code, found = examined(tmp_path / "verl")
-    assert (code, found["names_of"], [alarm["id"] for alarm in found["alarms"]]) == (1, "verl", ["D20"])
-    history = [
-        {"step": step + 1, "epoch": 0.1} | {f"train/{TRL[name]}": float(broken[name][step]) for name in TRL}
-        for step in range(STEPS)
+    rows = [
+        {"step": i} | {f"train/{names[name]}": float(broken[name][i]) for name in names} for i in range(STEPS)
     ]
-    (tmp_path / "trl").mkdir()
-    (tmp_path / "trl" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    code, found = examined(tmp_path / "trl")
-    assert (code, found["names_of"], [alarm["id"] for alarm in found["alarms"]]) == (1, "TRL", ["D20"])
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    if family == "verl":
+        (tmp_path / "trainer_state.json").unlink()
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, found = diagnosed(tmp_path)
+    assert (code, found["names_of"], [alarm["id"] for alarm in found["alarms"]]) == (1, family, ["D20"])
 
 
 def test_recommended_change_is_overrides_that_the_config_takes(tmp_path):
     from areal_core.config import GRPOConfig, load_expr_config
 
     run = write_stats(tmp_path, TROUBLES["behaviour weight"][1](healthy()))
-    done = CliRunner().invoke(main, ["doctor", str(run), "--json"])
-    lines = [f"{name}={json.dumps(value)}" for name, value in json.loads(done.stdout)["overrides"].items()]
-    assert done.exit_code == 1
+    code, found = diagnosed(run)
+    lines = [f"{name}={json.dumps(value)}" for name, value in found["overrides"].items()]
+    assert code == 1
     assert lines == [
         "rollout.max_head_offpolicyness=0",
         "actor.recompute_logprob=false",
@@ -166,9 +173,9 @@ def test_recommended_change_is_overrides_that_the_config_takes(tmp_path):
 def test_one_minibatch_must_have_weights_of_exactly_1(tmp_path):
     run = healthy() | {"importance_weight": np.full(STEPS, 1.01)}
     folder = write_stats(tmp_path, run)
-    assert examined(folder)[0] == 0
+    assert diagnosed(folder)[0] == 0
     (folder / "config.json").write_text(json.dumps({"actor": {"ppo_n_minibatches": 1}}))
-    code, found = examined(folder)
+    code, found = diagnosed(folder)
     assert (code, found["alarms"][0]["id"], found["alarms"][0]["severity"]) == (1, "D10", "error")
 
 
@@ -176,11 +183,11 @@ def test_trend_is_the_slope_that_one_can_see_and_outliers_do_not_bend_it():
     x = np.arange(100)
     values = 0.02 * x + 0.1 * np.random.default_rng(0).normal(size=100)
     values[::10] += 50
-    found = trend(Series("x", x, values))
+    found = Series("x", x, values).trend
     assert found.change == pytest.approx(0.02 * 99, rel=0.1)
     assert found.low < found.change < found.high
     assert found.rises
-    assert trend(Series("x", x[:7], values[:7])) is None
+    assert Series("x", x[:7], values[:7]).trend is None
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.cli import main
 from areal_debug.doctor.examine import causes_first, examine
 from areal_debug.doctor.read import Run, judged
 from areal_debug.doctor.series import Series
+
+from .runs import diagnosed, said
 
 STEPS = 100
 X = np.linspace(0, 1, STEPS)
@@ -43,11 +43,6 @@ def ids(columns):
     return [alarm.id for alarm in examined(columns)[1].alarms]
 
 
-def doctor(path, *options):
-    done = CliRunner().invoke(main, ["doctor", str(path), "--json", *options])
-    return done.exit_code, json.loads(done.stdout)
-
-
 def write_log(file, line_of):
     file.write_text("".join(line_of(step) + "\n" for step in range(60)))
     return file
@@ -55,24 +50,20 @@ def write_log(file, line_of):
 
 @pytest.mark.parametrize(("printed", "expected"), [("0.000", []), ("0.0", ["D13"]), ("0e-07", ["D13"])])
 def test_a_number_that_is_rounded_to_0_is_not_0(printed, expected, tmp_path):
-    file = write_log(
-        tmp_path / "train.log",
-        lambda step: (
-            f"step:{step} - critic/score/mean:{0.3 + step / 200:.3f} - actor/lr:{printed} - actor/entropy:0.512"
-        ),
-    )
-    _, found = doctor(file)
+    line = f"step:{{}} - critic/score/mean:{{:.3f}} - actor/lr:{printed} - actor/entropy:0.512"
+    file = write_log(tmp_path / "train.log", lambda step: line.format(step, 0.3 + step / 200))
+    _, found = diagnosed(file)
     assert [alarm["id"] for alarm in found["alarms"]] == expected
     assert ("D13" in found["checks"]["unobserved"]) == (not expected)
 
 
 def test_few_checks_are_no_health(tmp_path):
     file = write_log(tmp_path / "run.jsonl", lambda step: json.dumps({"step": step, "reward": step / 60}))
-    code, found = doctor(file)
+    code, found = diagnosed(file)
     assert (code, found["verdict"], found["alarms"]) == (2, "unknown", [])
     assert found["checks"]["unobserved"]["D24"] == ["logprob_difference|k3|behave_kl"]
     assert set(found["checks"]["passed"]) == {"D01", "D02", "D04", "D05", "D18", "D45"}
-    shown = CliRunner().invoke(main, ["doctor", str(file)]).stdout
+    shown = said(file)
     assert shown.startswith("Few checks ran: only 6 of 41 checks had data")
 
 

@@ -74,7 +74,7 @@ FAILURES = {
     "entropy explodes": ("D19", "explodes", BEGIN, lambda r: {"entropy": noisy(1 + 5 * SINCE, 0.03)}),
     "few gradients of great size": (
         "D17",
-        "spikes",
+        "spike",
         41,
         lambda r: {"grad_norm": np.where(np.isin(np.arange(STEPS), (41, 90, 160)), 60, 1) * r["grad_norm"]},
     ),
@@ -92,6 +92,15 @@ FAILURES = {
         "nearly all answers are wrong",
         0,
         lambda r: {"reward": np.abs(noisy(0.03, 0.01)), "zero_variance_groups": noisy(0.8, 0.02)},
+    ),
+    "groups lose their spread though the reward rises": (
+        "D22",
+        "equal rewards",
+        40,
+        lambda r: {
+            "zero_variance_groups": noisy(ramp(0.05, 0.75, 0.2), 0.02),
+            "reward": noisy(ramp(0.3, 0.6, 0.0), 0.02),
+        },
     ),
     "a third each": (
         "D22",
@@ -122,6 +131,7 @@ FAILURES = {
         },
     ),
     "a term never pays": ("D32", "always 0", 0, lambda r: {"format": np.zeros(STEPS), "task": r["reward"]}),
+    "a term pays all": ("D32", "never", 0, lambda r: {"format": np.full(STEPS, 0.5), "task": r["reward"]}),
     "advantages": ("D33", "advantages", BEGIN, lambda r: {"advantage_std": noisy(1 - 0.95 * AFTER, 0.02)}),
     "rewards of equal size": (
         "D33",
@@ -140,7 +150,7 @@ FAILURES = {
     ),
     "some steps without a gradient": (
         "D34",
-        "without a gradient",
+        "no gradient",
         7,
         lambda r: {
             "grad_norm": np.where(
@@ -198,7 +208,7 @@ FAILURES = {
     ),
     "heavy tails and four spikes": (
         "D17",
-        "spikes",
+        "spike",
         31,
         lambda r: {"grad_norm": np.exp(noisy(-1.0, 0.6)) * np.where(np.arange(STEPS) % 50 == 31, 60, 1)},
     ),
@@ -347,12 +357,8 @@ def test_growth_of_the_mismatch_is_split_by_what_steps_show(tmp_path):
     entropy = noisy(0.6, 0.05)
     for power, drift, largest in ((1.0, 0.0, "longer completions"), (0.0, 1.2, "weights or staleness")):
         values = 0.01 * (length / 300) ** power * np.exp(drift * X + rng.normal(0, 0.03, STEPS))
-        run = read_run(
-            write_stats(
-                tmp_path / largest,
-                healthy() | {"length": length, "entropy": entropy, "logprob_difference": values},
-            )
-        )
+        columns = healthy() | {"length": length, "entropy": entropy, "logprob_difference": values}
+        run = read_run(write_stats(tmp_path / largest, columns))
         split = explain_growth(run, run.series["logprob_difference"])
         assert split.split("% is due to ")[1].startswith(largest)
         assert float(split.split("of the growth, ")[1].split(" %")[0]) == pytest.approx(100, abs=12)
@@ -379,6 +385,17 @@ def test_onset_is_the_bend_or_the_jump(steps, shape, worse):
     assert onset(Series("x", np.arange(steps), values), worse) / steps == pytest.approx(0.6, abs=0.05)
 
 
+@pytest.mark.parametrize(("steps", "at"), [(60, 39), (200, 120), (400, 250)])
+def test_alarms_of_one_jump_name_the_same_step(tmp_path, steps, at):
+    run, after = healthy(0, steps), np.arange(steps) >= at
+    run |= {name: run[name] - 0.4 * after for name in ("reward", "eval_reward")}
+    run |= {name: run[name] + 0.4 * after for name in ("clip_ratio", "approx_kl")}
+    run |= {"length": run["length"] * np.where(after, 0.25, 1), "entropy": run["entropy"] * (1 - 0.9 * after)}
+    alarms = judged(tmp_path, run, OURS).alarms
+    assert {"D04", "D12", "D14", "D15", "D40", "D42"} <= {alarm.id for alarm in alarms}
+    assert {alarm.onset for alarm in alarms} == {at}
+
+
 def test_cost_counts_steps_and_the_hours_that_they_took(tmp_path):
     run = healthy() | {"no_eos": noisy(ramp(0.01, 0.3, 0.6), 0.003), "step_time": np.full(STEPS, 36.0)}
     [alarm] = judged(tmp_path, run).alarms
@@ -391,50 +408,37 @@ def test_cost_counts_steps_and_the_hours_that_they_took(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
+        # groups are equal as the reward rises
         {"zero_variance_groups": noisy(0.7, 0.02), "reward": noisy(ramp(0.3, 0.6, 0.0), 0.02)},
-        {"reward": noisy(0.3, 0.05), "eval_reward": noisy(ramp(0.2, 0.5, 0.0), 0.03)},
+        {"zero_variance_groups": noisy(0.65, 0.02), "reward": noisy(ramp(0.3, 0.34, 0.0), 0.09)},
         {
             "zero_variance_groups": noisy(ramp(0.25, 0.65, 0.3), 0.03),
             "reward": noisy(ramp(0.3, 0.5, 0.0), 0.09),
         },
-        {"zero_variance_groups": noisy(0.65, 0.02), "reward": noisy(ramp(0.3, 0.34, 0.0), 0.09)},
+        # validation rises
+        {"reward": noisy(0.3, 0.05), "eval_reward": noisy(ramp(0.2, 0.5, 0.0), 0.03)},
         {"entropy": noisy(np.exp(-2.3 * X), 0.005)},
+        # a small KL changes its level while the reward is low
         {
             "approx_kl": noisy(-0.002 - 0.02 * AFTER, 0.0005),
             "reward": noisy(0.3 + 0.3 * X - 0.1 * AFTER, 0.02),
             "eval_reward": noisy(ramp(0.2, 0.5, 0.0), 0.03),
         },
-    ],
-    ids=[
-        "groups are equal as the reward rises",
-        "validation rises, and the reward is noisy",
-        "right and wrong groups as a noisy reward rises",
-        "two groups of three are equal, and validation rises",
-        "entropy falls as validation rises",
-        "a small KL changes its level while the reward is low",
+        # a reward is high from the beginning; it falls and comes back
+        {"eval_reward": None, "zero_variance_groups": None, "reward": noisy(np.full(STEPS, 0.88), 0.01)},
+        {"eval_reward": None, "zero_variance_groups": None, "reward": noisy(np.full(STEPS, 0.93), 0.01)},
+        {"reward": np.where((X > 0.7) & (X < 0.85), 0.1, noisy(0.7, 0.02))},
     ],
 )
 def test_progress_is_no_failure(tmp_path, change):
     alarms = judged(tmp_path / "run", healthy() | change).alarms
-    assert not {"D01", "D15", "D22", "D42"} & {alarm.id for alarm in alarms}
+    assert not {"D01", "D02", "D15", "D22", "D42"} & {alarm.id for alarm in alarms}
 
 
-def test_a_loss_that_falls_by_next_to_nothing_does_not_fall(tmp_path):
-    steps = range(STEPS)
-    for change, expected in ((1e-5, ["D06"]), (0.2, [])):
-        folder = tmp_path / str(change)
-        folder.mkdir()
-        rows = [{"step": n, "loss": 0.6931 - change * n / STEPS} for n in steps]
-        (folder / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert [alarm.id for alarm in examine(read_run(folder)).alarms] == expected
-
-
-def test_groups_that_lose_their_spread_are_named_though_the_reward_rises(tmp_path):
-    change = {
-        "zero_variance_groups": noisy(ramp(0.05, 0.75, 0.2), 0.02),
-        "reward": noisy(ramp(0.3, 0.6, 0.0), 0.02),
-    }
-    assert "D22" in {alarm.id for alarm in judged(tmp_path / "run", healthy() | change).alarms}
+@pytest.mark.parametrize(("change", "expected"), [(1e-5, ["D06"]), (0.2, [])])
+def test_a_loss_that_falls_by_next_to_nothing_does_not_fall(tmp_path, change, expected):
+    found = judged(tmp_path, {"loss": 0.6931 - change * X}, {"loss": "loss"}).alarms
+    assert [alarm.id for alarm in found] == expected
 
 
 @pytest.mark.parametrize(("gain", "scatter", "expected"), [(0.06, 0.08, False), (0.0, 0.08, True)])
@@ -478,8 +482,7 @@ def test_equal_rewards_of_half_credit_are_neither_right_nor_wrong(tmp_path):
     said = (alarm.severity, alarm.title, alarm.found.split("; ")[1])
     assert said == ("error", "most groups have equal rewards", "every reward is 0.5")
     run = healthy() | FAILURES["all right"][3](healthy())
-    [alarm] = [one for one in judged(tmp_path / "right", run).alarms if one.id == "D22"]
-    assert (alarm.severity, alarm.title.split(": ")[1]) == ("warning", "nearly all answers are right")
+    assert {one.id: one.severity for one in judged(tmp_path / "right", run).alarms}["D22"] == "warning"
 
 
 def test_a_constant_reward_is_neither_noisy_nor_right(tmp_path):
@@ -491,14 +494,6 @@ def test_a_constant_reward_is_neither_noisy_nor_right(tmp_path):
     assert "D02" not in found
     assert found["D22"].found.endswith("every reward is 3")
     assert found["D01"].title == "the reward does not rise"
-
-
-@pytest.mark.parametrize("level", [0.88, 0.93])
-def test_a_reward_that_is_high_from_the_beginning_is_not_accused_of_not_rising(tmp_path, level):
-    run = without(healthy(), "eval_reward", "zero_variance_groups") | {
-        "reward": noisy(np.full(STEPS, level), 0.01)
-    }
-    assert "D01" not in {alarm.id for alarm in judged(tmp_path, run).alarms}
 
 
 def test_a_collapse_comes_before_the_reward_that_rose_and_fell_after_it(tmp_path):

@@ -15,7 +15,7 @@ from hangdoctor.watch.loop import lives
 ALARM = {
     "id": "D17",
     "severity": "error",
-    "title": "gradients that are not finite",
+    "title": "gradients are not finite",
     "metric": "grad_norm",
     "found": "2 of 9 steps are not finite",
     "evidence": [[7, float("nan")]],
@@ -86,9 +86,7 @@ def test_the_verb_follows_until_nothing_is_logged_and_its_exit_code_is_the_verdi
     alarms = [json.loads(line) for line in done.stdout.splitlines()]
     assert (done.exit_code, [alarm["id"] for alarm in alarms].count("D17")) == (1, 1)
     done = CliRunner().invoke(main, follow)
-    assert "D17  gradients that are not finite from step 20: " in done.stdout.replace(
-        "Gradients", "gradients"
-    )
+    assert "D17  gradients are not finite from step 20: " in done.stdout.replace("Gradients", "gradients")
     done = CliRunner().invoke(main, ["doctor", str(tmp_path / "none"), "--follow", "--idle", "0.1"])
     assert (done.exit_code, "no metrics could be read" in done.stderr) == (2, True)
 

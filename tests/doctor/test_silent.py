@@ -4,18 +4,17 @@ import json
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from areal_core.testing import make_tiny_tokenizer
 from areal_debug import Recorder
-from areal_debug.cli import main
+
+from .runs import diagnosed
 
 STEPS, END = 20, 9
 
 
 def doctor(path):
-    done = CliRunner().invoke(main, ["doctor", str(path), "--json"])
-    found = json.loads(done.stdout)
+    _, found = diagnosed(path)
     return {alarm["id"]: alarm for alarm in found["alarms"]}, found["checks"]
 
 

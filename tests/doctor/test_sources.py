@@ -100,6 +100,8 @@ def test_a_project_of_trackio_is_read_as_its_runs(tmp_path, monkeypatch):
         ([{"_step": 3 * s, "train/step": s, "train/reward": s} for s in STEPS], "reward"),
         ([{"training/global_step": s, "timing_s/step": 0.5, "score": str(s)} for s in STEPS], "score"),
         ([{"iteration": s, "reward": s} for s in STEPS], "reward"),
+        ([{"current_steps": s, "total_steps": 99, "reward": s} for s in STEPS], "reward"),  # LLaMA-Factory
+        ([{"global_step/max_steps": f"{s}/99", "reward": s} for s in STEPS], "reward"),  # ms-swift
     ],
 )
 def test_the_step_of_a_row_is_found_in_each_of_its_forms(tmp_path, rows, reward):
@@ -196,14 +198,21 @@ def test_events_are_read_as_tensorboard_reads_them(tmp_path):
             [0, 8],
         ),
         ("".join(f"Iter {n}: Train loss 0.5, Reward {n / 10}, It/sec 0.1\n" for n in range(9)), [0, 8]),
+        ("".join(f"x - [1][{n}/9]  eta: 2:46:39  lr: 2e-04  reward: {n / 10}\n" for n in range(9)), [0, 8]),
+        ("".join(f"'loss': 0.1, 'kl': 0.1, 'reward': {n / 10}\n" for n in range(9)), [0, 8]),
         (
             "".join(
-                f"22:18:02 - x - [1][{n}/9]  eta: 2:46:39  lr: 2e-04  reward: {n / 10}\n" for n in range(9)
+                f"Epoch {n // 3}, Step {n % 3}, Reward: {n / 10}: 5%|1 | 2/99 [0:02]\n" for n in range(9)
+            ),
+            [0, 8],
+        ),
+        (
+            "".join(
+                f"step {n}:  5%|1 | 2/99 [0:02<9:11, 1.6it/s, loss=2, reward={n / 10}]\n" for n in range(9)
             ),
             [0, 8],
         ),
     ],
-    ids=["no steps", "below the line of its step", "tabs", "cells", "a notebook's table", "commas", "spaces"],
 )
 def test_a_console_log_is_read_without_braces(tmp_path, text, steps):
     (tmp_path / "train.log").write_text(text)

@@ -4,11 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.cli import main
-
-from .runs import around, ramp, write_stats
+from .runs import around, diagnosed, ramp, said, write_stats
 
 SFT = {"loss": "sft/loss/avg", "eval_loss": "eval-sft/loss/avg", "grad_norm": "sft/grad_norm"}
 DPO = {
@@ -41,8 +38,7 @@ def learning(seed: int = 0) -> dict[str, np.ndarray]:
 
 def examined(tmp_path, run, names):
     folder = write_stats(tmp_path, {quantity: run[quantity] for quantity in names}, names)
-    done = CliRunner().invoke(main, ["doctor", str(folder), "--json"])
-    return done.exit_code, json.loads(done.stdout)
+    return diagnosed(folder)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +83,7 @@ def test_few_measurements_of_the_held_out_loss_must_all_be_clearly_worse(tmp_pat
     for row, value in zip(rows[30::30], measured, strict=False):
         row[SFT["eval_loss"]] = value
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = CliRunner().invoke(main, ["doctor", str(folder), "--json"])
-    assert [alarm["id"] for alarm in json.loads(done.stdout)["alarms"]] == alarms
+    assert [alarm["id"] for alarm in diagnosed(folder)[1]["alarms"]] == alarms
 
 
 def test_the_loss_of_a_policy_with_a_reward_is_not_judged(tmp_path):
@@ -107,9 +102,12 @@ def test_a_level_late_in_a_run_is_no_finding(tmp_path, name, values, alarm):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     for later, expected in ((0, True), (5000, False)):
         file.write_text("".join(json.dumps(row | {"step": row["step"] + later}) + "\n" for row in rows))
-        found = json.loads(CliRunner().invoke(main, ["doctor", str(tmp_path), "--json"]).stdout)
+        _, found = diagnosed(tmp_path)
         assert (alarm in {one["id"] for one in found["alarms"]}) == expected
         assert found["verdict"] == ("problem" if expected else "unknown")
+    stays = f"Inconclusive: the {name} stays between {values.min():.3g} and {values.max():.3g} in "
+    assert said(tmp_path).startswith(stays)
+    assert "; steps before 5000 are missing" in said(tmp_path)
 
 
 @pytest.mark.parametrize(("rejected", "alarms"), [(-6.0, []), (-2.4, ["D09"])])

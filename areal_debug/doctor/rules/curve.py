@@ -6,9 +6,9 @@ import numpy as np
 
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.groups import MOST_ALIKE
+from areal_debug.doctor.rules.groups import MOST_ALIKE, share_alike
 from areal_debug.doctor.rules.learning import is_solved
-from areal_debug.doctor.series import Floats, Series, binned, trend
+from areal_debug.doctor.series import Floats, Series, binned
 
 FLAT_SHARE = 0.5  # of the run
 REACHED = 0.95  # of the gain
@@ -47,16 +47,15 @@ def fit_curve(series: Series) -> Fit:
 
 def reward_levels_off(run: Run) -> Alarm | None:
     """D05: the reward rose, reached its ceiling early, and gained nothing in half of the run."""
-    reward, alike = run.series.get("reward"), run.series.get("zero_variance_groups")
-    if reward is None or len(reward.finite.values) < LEAST_STEPS or is_solved(run):
+    series = run.finite("reward")
+    if len(series.values) < LEAST_STEPS or is_solved(run):
         return None
-    if alike is not None and alike.finite.sustained(lambda value: value > MOST_ALIKE):
+    if share_alike(run).sustained(lambda value: value > MOST_ALIKE):
         return None  # the reason is known: D22
-    series = reward.finite
     fit = fit_curve(series)
     gain, length = fit.ceiling - fit.low, int(series.steps[-1] - series.steps[0])
     flat = series.since(fit.reached)
-    late = trend(flat)
+    late = flat.trend
     if gain < 4 * series.deviation or late is None or series.steps[-1] - fit.reached < FLAT_SHARE * length:
         return None
     if abs(late.change) > 0.1 * gain or late.high > 0.25 * gain:
@@ -64,7 +63,7 @@ def reward_levels_off(run: Run) -> Alarm | None:
     idle = int(series.steps[-1] - fit.reached)
     return alarm(
         "D05",
-        reward,
+        series,
         found=(
             f"the fitted curve rises from {fit.low:.3g} to a ceiling of {fit.ceiling:.3g}; {100 * REACHED:.0f} % of that was "
             f"reached at step {fit.reached}, and the {idle} steps since then changed it by {late.change:+.2g}"

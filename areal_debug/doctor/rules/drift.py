@@ -8,9 +8,10 @@ import numpy as np
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.series import Series, trend
+from areal_debug.doctor.series import Series
 
 FAR = 1.0  # nat a token
+TOKENS = 100.0  # of a completion, over which TRL's `objective/kl` is a sum
 GROWTH = 10.0
 LEAST_NEGATIVE = 0.01  # nat: an estimate over few samples may be a little below 0
 WORTH_A_LOOK = 0.2  # nat a token
@@ -24,64 +25,59 @@ def divergence_explodes(run: Run) -> Alarm | None:
 
     It may be multiplied within the first window: then the reward must not have risen.
     """
-    divergence, reward = run.series.get("reference_kl"), run.series.get("reward")
-    if divergence is None or not len(divergence.finite.values):
-        return None
-    series = divergence.finite
-    gains = trend(reward.finite) if reward is not None else None
-    is_far = series.sustained(lambda value: value > FAR)
-    at_once = is_far and gains is not None and not gains.rises and series.last > GROWTH * lowest(series)
-    if not at_once and not series.rose(GROWTH):
-        return None
-    if not is_far and not (series.last > WORTH_A_LOOK and outruns_reward(series, reward)):
+    series, reward = run.finite("reference_kl"), run.finite("reward")
+    gains = reward.trend
+    scale = TOKENS if series.name.startswith("objective/") else 1.0
+    is_far = series.sustained(lambda value: value > FAR * scale)
+    at_once = (
+        is_far
+        and gains is not None
+        and not gains.rises
+        and series.last > GROWTH * series.values[: series.window].min()
+    )
+    outruns = series.last > WORTH_A_LOOK * scale and outruns_reward(series, reward)
+    if (
+        not (series.rose(GROWTH) and (is_far or outruns))
+        and not at_once
+        and not series.throughout(lambda value: value > FAR * scale)
+    ):
         return None
     return alarm(
         "D29",
         series,
-        found=(
-            f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first "
-            f"({series.last / max(series.first, 1e-12):.0f} times)"
-            + (f"; the reward changed by {gains.change:+.3g}" if gains is not None else "")
-        ),
+        found=series.change + (f"; the reward changed by {gains.change:+.3g}" if gains is not None else ""),
         severity="error" if is_far else "warning",
+        title="far" if series.is_short else "explodes",
         since=onset(series, "up", in_ratios=True),
     )
 
 
 def divergence_is_negative(run: Run) -> Alarm | None:
     """D44: the KL to the reference is below 0, which no divergence of own samples is."""
-    divergence = run.series.get("reference_kl")
-    if divergence is None:
-        return None
-    series = divergence.finite
+    series = run.finite("reference_kl")
     limit = -max(LEAST_NEGATIVE, 3 * series.noise)
     if not series.sustained(lambda value: value < limit):
         return None
-    found = trend(series)
+    found = series.trend
     falls = found is not None and found.falls
     return alarm(
         "D44",
         series,
-        found=f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
+        found=series.change,
         severity="error" if falls else "warning",
         title="falls" if falls else "negative",
         since=onset(series, "down"),
     )
 
 
-def lowest(series: Series) -> float:
-    """Return the lowest value of the first window."""
-    return float(series.values[: series.window].min())
-
-
-def outruns_reward(series: Series, reward: Series | None) -> bool:
+def outruns_reward(series: Series, reward: Series) -> bool:
     """Return whether KL speeds up in the last third of the run, and the reward does not with it."""
     early, _, late = thirds(series)
     if late < SPEEDS_UP * max(early, series.noise):
         return False
-    if reward is None or len(reward.finite.values) < 3:
+    if len(reward.values) < 3:
         return True
-    gained = thirds(reward.finite)
+    gained = thirds(reward)
     total, grown = sum(gained), early + late
     return total <= 0 or late / grown > gained[2] / total + 0.3
 
@@ -111,8 +107,7 @@ def one_position_drifts(run: Run) -> Alarm | None:
         "D30",
         series,
         found=(
-            f"KL at position {ahead} of {len(positions)}: median {series.last:.3g} in the last {series.window} steps, "
-            f"{series.first:.3g} at first; the median of the others is {others:.3g}"
+            f"KL at position {ahead} of {len(positions)}: {series.change}; the median of the others is {others:.3g}"
         ),
         since=onset(series, "up", in_ratios=True),
         look="read what stands there: "

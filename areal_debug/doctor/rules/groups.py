@@ -8,7 +8,7 @@ from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import is_learning, is_solved
-from areal_debug.doctor.series import FEWEST_STEPS, Series
+from areal_debug.doctor.series import NOTHING, Series
 
 Kind = Literal["right", "wrong", "mixed", "unknown"]
 
@@ -16,6 +16,7 @@ USUAL, MOST_ALIKE, TOO_MANY, NEARLY_ALL = 0.15, 0.5, 0.7, 0.8  # of the groups
 SAME_KIND = 0.85  # share of such groups that are right, or wrong, to say so of all
 MOST_ZERO = 0.1  # of the steps
 VANISHED = 0.2  # of the first spread
+FINE = 1e-3  # a spread of rewards that is printed so finely as 0 is 0
 
 
 def groups_are_alike(run: Run) -> Alarm | None:
@@ -24,10 +25,7 @@ def groups_are_alike(run: Run) -> Alarm | None:
     Sound runs with small groups have up to two thirds of these from the start; where validation
     rises nearly all must be so.
     """
-    alike = run.series.get("zero_variance_groups")
-    if alike is None:
-        return None
-    series = alike.finite
+    series = share_alike(run)
     if not series.sustained(lambda value: value > MOST_ALIKE) and not series.throughout(
         lambda value: value > NEARLY_ALL
     ):
@@ -41,12 +39,33 @@ def groups_are_alike(run: Run) -> Alarm | None:
     return alarm(
         "D22",
         series,
-        found=f"median {series.last:.3g} of the groups in the last {series.window} steps (more than {MOST_ALIKE}){why}",
+        found=f"share of such groups: {series.ending} (limit {MOST_ALIKE}){why}",
         severity="error" if is_grave else "warning",
         variant=kind,
         since=begins,
         cost=f"{100 * wasted:.0f} % of the samples since step {begins} gave no gradient",
     )
+
+
+def share_alike(run: Run) -> Series:
+    """Return the share of groups with equal rewards; 1 or 0 where only the spread of all is logged.
+
+    A spread, or a distance from the lowest reward to the highest, of 0 leaves no group that differs.
+    """
+    shares, spread = run.finite("zero_variance_groups"), run.finite("reward_std")
+    if not len(spread.values):
+        spread = distance(run, "reward_min", "reward_max")
+    if len(shares.values) or spread.resolution > FINE:
+        return shares
+    return Series(spread.name, spread.steps, (spread.values == 0.0).astype(np.float64))
+
+
+def distance(run: Run, lowest: str, highest: str) -> Series:
+    """Return how far two quantities are apart in each step; empty if not both are logged."""
+    low, high = run.finite(lowest), run.finite(highest)
+    if not np.array_equal(low.steps, high.steps):
+        return NOTHING
+    return Series(high.name, high.steps, high.values - low.values)
 
 
 def kind_of(run: Run, alike: float) -> tuple[Kind, str]:
@@ -76,80 +95,66 @@ def kind_of(run: Run, alike: float) -> tuple[Kind, str]:
 def level_of_reward(run: Run) -> float | None:
     """Return the last reward on the scale from all wrong (0) to all right (1); None if unknown.
 
-    The scale is that of the logged extremes, or 0 to 1. Rewards above 1 are a sum: then the median
-    counts as a share of the largest whole number below it.
+    The scale is that of the logged extremes, or 0 to 1; one step alone shows none. Rewards above 1
+    are a sum: then the median counts as a share of the largest whole number below it.
     """
-    reward = run.series.get("reward")
-    if reward is None or len(reward.finite.values) < 2:
+    reward, low, high = (run.finite(name) for name in ("reward", "reward_min", "reward_max"))
+    if not len(reward.values) or (len(reward.values) == 1 and reward.last not in (0.0, 1.0)):
         return None
-    level, extremes = reward.finite.last, extremes_of_reward(run)
-    if extremes is not None:
-        low, high = extremes
+    level = reward.last
+    top, bottom = max(1.0, float(np.floor(level))), min(0.0, float(reward.values.min()))
+    if len(low.values) and len(high.values):
         top, bottom = float(np.max(high.values)), float(np.min(low.values))
-    else:
-        top, bottom = max(1.0, float(np.floor(level))), min(0.0, float(reward.finite.values.min()))
     return float(np.clip((level - bottom) / max(top - bottom, 1e-12), 0, 1))
 
 
 def only_reward(run: Run) -> float | None:
     """Return the reward that all samples of the last steps have; None if they differ."""
-    extremes = extremes_of_reward(run)
-    if extremes is None:
-        mean = run.series["reward"].finite.values
-        is_one = np.ptp(mean) == 0 and mean[-1] not in (0.0, 1.0)  # a constant: its scale is unknown
-        return float(mean[-1]) if is_one else None
-    low, high = extremes
-    return high.last if high.last == low.last else None
-
-
-def extremes_of_reward(run: Run) -> tuple[Series, Series] | None:
-    """Return the lowest and the highest reward of each step; None if not both are logged."""
-    low, high = run.series.get("reward_min"), run.series.get("reward_max")
-    return None if low is None or high is None else (low.finite, high.finite)
+    low, high, mean = (run.finite(name) for name in ("reward_min", "reward_max", "reward"))
+    if len(low.values) and len(high.values):
+        return high.last if high.last == low.last else None
+    is_one = np.ptp(mean.values) == 0 and mean.last not in (0.0, 1.0)  # a constant: its scale is unknown
+    return mean.last if is_one else None
 
 
 def advantages_vanish(run: Run) -> Alarm | None:
     """D33: the spread of advantages, or of rewards, falls to a fraction of what it was."""
     series = spread_of(run)
-    if series is None or not series.fell(VANISHED) or is_solved(run):
+    is_zero = series.is_zero and not share_alike(run).holds(lambda value: value > MOST_ALIKE)  # else D22
+    if is_solved(run) or not (is_zero or series.fell(VANISHED)):
         return None
     return alarm(
         "D33",
         series,
-        found=f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
+        found=("largest minus smallest: " if is_zero else "") + series.change,
         severity="error" if series.last < 0.5 * VANISHED * series.first else "warning",
-        title="advantages" if "adv" in series.name else "rewards",
+        title="zero" if is_zero else "advantages" if "adv" in series.name else "rewards",
         since=onset(series, "down"),
     )
 
 
-def spread_of(run: Run) -> Series | None:
-    """Return the spread of advantages, or of rewards, of each step; None if neither is logged."""
-    for name in ("advantage_std", "reward_std"):
-        if name in run.series and len(run.series[name].finite.values) >= FEWEST_STEPS:
-            return run.series[name].finite
-    high, low = run.series.get("advantage_max"), run.series.get("advantage_min")
-    if high is None or low is None or not np.array_equal(high.finite.steps, low.finite.steps):
-        return None
-    return Series(high.name, high.finite.steps, high.finite.values - low.finite.values)
+def spread_of(run: Run) -> Series:
+    """Return the spread of advantages, or of rewards, of each step; empty if neither is logged.
+
+    Advantages are scaled to a spread of about 1: extremes that are printed as 0.000 are 0.
+    """
+    logged = (run.finite(name) for name in ("advantage_std", "reward_std"))
+    return next((one for one in logged if not one.is_short), distance(run, "advantage_min", "advantage_max"))
 
 
 def steps_without_gradient(run: Run) -> Alarm | None:
     """D34: the gradient norm of some steps is 0; if it is 0 at the end, that is D13."""
-    norm = run.series.get("grad_norm")
-    if norm is None or len(norm.finite.values) < FEWEST_STEPS:
-        return None
-    series = norm.finite
+    series = run.finite("grad_norm")
     zero = series.values == 0.0
-    if series.resolution or series.is_zero or zero.sum() < 5 or zero.mean() <= MOST_ZERO:
+    if series.is_short or series.resolution or series.is_zero or zero.sum() < 5 or zero.mean() <= MOST_ZERO:
         return None
     at = np.flatnonzero(zero)
     return alarm(
         "D34",
-        norm,
+        series,
         found=f"the norm is exactly 0 in {len(at)} of {len(zero)} steps ({100 * zero.mean():.0f} %)",
         severity="error" if zero.mean() > 0.5 else "warning",
-        evidence=tuple((int(series.steps[i]), 0.0) for i in at[:8]),
+        evidence=series.at(at[:8]),
         since=int(series.steps[at[0]]),
         cost=f"{len(at)} steps changed no weight",
         first=int(series.steps[at[0]]),

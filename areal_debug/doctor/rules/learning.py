@@ -10,10 +10,8 @@ from areal_debug.doctor.series import (
     FEWEST_STEPS,
     Floats,
     Series,
-    Trend,
     medians_between,
     running_medians,
-    trend,
 )
 
 ENOUGH_STEPS = 20
@@ -28,32 +26,28 @@ NOISY = 0.5  # scatter of a step, as a share of the run's gain
 
 
 def reward_does_not_rise(run: Run) -> Alarm | None:
-    reward = run.series.get("reward")
-    if reward is None or len(reward.finite.values) < ENOUGH_STEPS:
+    reward, stale = run.finite("reward"), run.finite("staleness").values
+    found = reward.trend
+    if found is None or len(reward.values) < ENOUGH_STEPS or found.rises:
         return None
-    found = trend(reward.finite)
-    if found is None or found.rises or is_at_ceiling(reward.finite):
+    if is_share(reward) and reward.last >= SOLVED:
         return None
-    falls = found.falls
-    if not falls and (
-        rises(run, "eval_reward") or may_still_rise(reward.finite, found) or is_high(reward.finite)
-    ):
+    falls, is_young = found.falls, len(reward.values) < 2 * ENOUGH_STEPS
+    may_still_rise = is_young and found.change > 0 and found.high > 2 * found.scatter
+    if not falls and (rises(run, "eval_reward") or may_still_rise or is_high(reward)):
         return None
-    if reward.finite.is_late_level:
+    if reward.is_late_level or (not falls and rose_and_fell(run)):  # named by D04
         return None
-    if not falls and rose_and_fell(run):
-        return None  # named by D04
-    reached = None if falls else end_of_rise(reward.finite)
-    how = f"{reward.finite.values[0]:.3g} at first, {reward.finite.last:.3g} from step {reached} on"
-    stale = run.series.get("staleness")
+    reached = None if falls else end_of_rise(reward)
+    how = f"{reward.values[0]:.3g} at first, {reward.last:.3g} from step {reached} on"
     return alarm(
         "D01",
         reward,
         found=found.describe(len(reward.values)) if reached is None else how,
         severity="error" if falls else "warning",
         title="falls" if falls else "flat" if reached is None else "stopped",
-        variant="synchronous" if stale is not None and not stale.finite.values.any() else "",
-        since=onset(reward.finite, "down") if falls else reached or int(reward.finite.steps[0]),
+        variant="synchronous" if len(stale) and not stale.any() else "",
+        since=onset(reward, "down") if falls else reached or int(reward.steps[0]),
     )
 
 
@@ -67,8 +61,7 @@ def end_of_rise(reward: Series) -> int | None:
 
 def is_high(reward: Series) -> bool:
     """Return whether a reward between 0 and 1 was high from the beginning."""
-    values = reward.values
-    return bool(values.min() >= 0 and values.max() <= 1 + 1e-6 and reward.first >= HIGH)
+    return is_share(reward) and reward.first >= HIGH
 
 
 def rose_and_fell(run: Run) -> bool:
@@ -80,72 +73,57 @@ def rose_and_fell(run: Run) -> bool:
     return peak - series.first > max(4 * series.noise, LEAST_HUMP * float(np.ptp(series.values)))
 
 
-def may_still_rise(reward: Series, found: Trend) -> bool:
-    return len(reward.values) < 2 * ENOUGH_STEPS and found.change > 0 and found.high > 2 * found.scatter
-
-
 def rises(run: Run, quantity: str) -> bool:
     """Return whether a quantity clearly rises over the run; False for a short series."""
-    series = run.series.get(quantity)
-    found = None if series is None else trend(series.finite)
+    found = run.finite(quantity).trend
     return found is not None and found.rises and found.change > CLEAR * found.scatter
 
 
 def is_learning(run: Run) -> bool:
     """Return whether validation rises; without enough of it, whether the reward clearly does."""
-    validation = run.series.get("eval_reward")
-    found = None if validation is None else trend(validation.finite)
+    found = run.finite("eval_reward").trend
     return rises(run, "reward") if found is None else found.rises
 
 
 def is_solved(run: Run) -> bool:
     """Return whether rewards between 0 and 1 have reached 1: then little is left to learn."""
     for quantity in ("eval_reward", "reward"):
-        series = run.series.get(quantity)
-        if series is not None and len(series.finite.values) >= FEWEST_EVALUATIONS:
-            return is_at_ceiling(series.finite)
+        series = run.finite(quantity)
+        if len(series.values) >= FEWEST_EVALUATIONS:
+            return is_share(series) and series.last >= SOLVED
     return False
 
 
-def is_at_ceiling(reward: Series) -> bool:
-    values = reward.values
-    return bool(values.min() >= 0 and values.max() <= 1 + 1e-6 and reward.last >= SOLVED)
-
-
-def gain_since(run: Run, step: int) -> Trend | None:
-    """Return the trend of the reward from a step on; None if too few steps are left."""
-    reward = run.series.get("reward")
-    return None if reward is None else trend(reward.finite.since(step))
+def is_share(reward: Series) -> bool:
+    return bool(reward.values.min() >= 0 and reward.values.max() <= 1 + 1e-6)
 
 
 def reward_scatters(run: Run) -> Alarm | None:
     """D02: the scatter around the reward's trend is large beside the gain of the complete run."""
-    reward = run.series.get("reward")
-    if reward is None or len(reward.finite.values) < ENOUGH_STEPS:
+    reward = run.finite("reward")
+    values, found = reward.values, reward.trend
+    if found is None or len(values) < ENOUGH_STEPS:
         return None
-    values = reward.finite.values
-    found = trend(reward.finite)
     half = len(values) // 2
-    early, late = (float(np.std(np.diff(part)) / np.sqrt(2)) for part in (values[:half], values[half:]))
-    if found is None:
-        return None
+    # around the median of five steps, which follows a value that falls in one step
+    scatter = values - running_medians(np.pad(values, 2, mode="edge"), 5)
+    early, late = float(np.std(scatter[:half])), float(np.std(scatter[half:]))
     batch = run.config.get("train_dataset.batch_size")
     gets_noisier = late > 0 and late >= (1.5 if found.rises else 2.0) * early and late >= abs(found.change)
     gets_noisier = gets_noisier and not is_due_to_prompts(values[half:], late, batch)
-    is_noisy = reward.finite.noise >= max(
-        NOISY * abs(found.change), NOISY_SHARE * max(1.0, float(np.ptp(values)))
-    )
+    is_noisy = reward.noise >= max(NOISY * abs(found.change), NOISY_SHARE * max(1.0, float(np.ptp(values))))
     if not gets_noisier and not (found.rises and is_noisy):
         return None
     return alarm(
         "D02",
         reward,
         found=(
-            f"from step to step it scatters by {late:.3g} in the second half, {early:.3g} in the first; the run gained {found.change:.3g}"
+            f"steps scatter by {late:.3g} in the second half of the run and by {early:.3g} in the first; "
+            f"the reward changed by {found.change:+.3g}"
             + (f" with {batch} prompts a step" if batch is not None else "")
         ),
         title="noisier" if gets_noisier else "noisy",
-        since=onset(Series(reward.name, reward.finite.steps[1:], np.abs(np.diff(values))), "up"),
+        since=onset(Series(reward.name, reward.steps, np.abs(scatter)), "up"),
     )
 
 
@@ -162,8 +140,8 @@ def is_due_to_prompts(rewards: Floats, scatter: float, prompts: object) -> bool:
 
 def validation_is_left_behind(run: Run) -> Alarm | None:
     """D03: the training reward rises and validation does not follow, or validation falls."""
-    train = run.series.get("reward")
-    if train is None or len(train.finite.values) < FEWEST_STEPS:
+    train = run.finite("reward")
+    if train.is_short:
         return None
     found = (compare(train, one) for one in validations(run) if one.finite.values.any())  # else D32
     return next((alarm for alarm in found if alarm is not None), None)
@@ -182,13 +160,13 @@ def validations(run: Run) -> list[Series]:
 
 def compare(train: Series, validation: Series) -> Alarm | None:
     """Compare the training reward with that of one validation set."""
-    behind = left_behind(train.finite, validation.finite)
+    behind = left_behind(train, validation.finite)
     falls = fall_of(validation.finite)
     if behind is not None:
         trained, held_out, begins = behind
         title = "left_behind"
     elif falls < 0:
-        rises = trend(train.finite)
+        rises = train.trend
         trained, held_out = rises.change if rises is not None else 0.0, falls
         begins, title = onset(validation.finite, "down"), "falls"
     else:
@@ -235,7 +213,7 @@ def left_behind(train: Series, validation: Series) -> tuple[float, float, int] |
     noise = scatter_around(trained, validation)
     if count >= ENOUGH_STEPS:  # enough for the scatter between neighbours, which no curve inflates
         noise = min(noise, validation.noise)
-    rises = trend(train)
+    rises = train.trend
     if gained <= 2 * train.noise or rises is None or not (rises.rises or train.rose(1.0)):
         return None
     peak = float(running_medians(values, third).max())
@@ -284,10 +262,9 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
 
 def fall_from_the_peak(run: Run) -> tuple[Series, float, int] | None:
     """Return the reward, its highest running median and that one's step, if it fell since."""
-    reward = run.series.get("reward")
-    if reward is None or len(reward.finite.values) < ENOUGH_STEPS:
+    series = run.finite("reward")
+    if len(series.values) < ENOUGH_STEPS:
         return None
-    series = reward.finite
     medians = running_medians(series.values, series.window)
     at = int(np.argmax(medians))
     peak = float(medians[at])

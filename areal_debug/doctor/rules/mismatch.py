@@ -23,11 +23,9 @@ def explain_growth(run: Run, difference: Series) -> str:
     """
     causes = {}
     for name, title in (("length", "longer completions"), ("entropy", "entropy")):
-        series = run.series.get(name)
-        if series is not None and np.array_equal(series.finite.steps, difference.steps):
-            causes[title] = (
-                np.log(np.maximum(series.finite.values, 1e-12)) if name == "length" else series.finite.values
-            )
+        series = run.finite(name)
+        if len(series.steps) and np.array_equal(series.steps, difference.steps):
+            causes[title] = np.log(np.maximum(series.values, 1e-12)) if name == "length" else series.values
     growth = float(np.log(difference.last / max(difference.first, 1e-12)))
     if not causes or growth <= 0 or len(difference.values) < 2 * FEWEST_STEPS + NEIGHBOURS:
         return ""
@@ -59,10 +57,9 @@ def around_neighbours(values: Floats) -> Floats:
 
 def batches_are_foreign(run: Run) -> Alarm | None:
     """D43: in single steps all tokens are unlikely: the policy did not generate them."""
-    ratio = run.series.get("approx_kl")
-    if ratio is None or len(ratio.finite.values) < FEWEST_STEPS:
+    series = run.finite("approx_kl")
+    if series.is_short:
         return None
-    series = ratio.finite
     sizes = np.abs(series.values)
     at = np.flatnonzero((sizes > FOREIGN_NATS) & (sizes > BESIDE_OTHERS * np.median(sizes)))
     weight = run.series.get("importance_weight")
@@ -75,13 +72,13 @@ def batches_are_foreign(run: Run) -> Alarm | None:
     first = int(series.steps[at[0]])
     return alarm(
         "D43",
-        ratio,
+        series,
         found=(
             f"in {len(at)} of {len(series.values)} steps the mean log ratio is beyond {FOREIGN_NATS:g}, "
             f"the largest {sizes.max():.3g}; its median is {np.median(sizes):.2g}"
         ),
         severity="error",
-        evidence=tuple((int(series.steps[i]), float(series.values[i])) for i in at[:8]),
+        evidence=series.at(at[:8]),
         since=first,
         first=first,
     )

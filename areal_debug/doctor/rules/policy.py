@@ -1,34 +1,37 @@
 """Importance ratios near 1, rare clipping, stable entropy and gradients in the policy update."""
 
+import re
+
 import numpy as np
 import numpy.typing as npt
 
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import ENOUGH_STEPS, gain_since, is_learning, is_solved, rose_and_fell
-from areal_debug.doctor.series import Series, medians_between, running_medians, trend
+from areal_debug.doctor.rules.groups import share_alike
+from areal_debug.doctor.rules.learning import ENOUGH_STEPS, is_learning, is_share, is_solved, rose_and_fell
+from areal_debug.doctor.series import Series, medians_between, running_medians
 
 FAR_FROM_ONE = 0.05
 FAR_AT_ONE_MINIBATCH = 1e-3
 NEIGHBOURS = 31  # steps whose median a gradient norm is compared with
-GROWN, LARGE = 100.0, 10.0  # times the first gradient norm, and a norm that no sound run ends at
+MULTIPLIED, LARGE = 100.0, 10.0  # times the first gradient norm, and a norm that no sound run ends at
 SPIKE = 5.0  # times that median
 HIGH_SPIKE = 10.0  # of these, three are enough
 FEWEST_SPIKES = 3  # two are found in short sound runs with stale samples
 EXPLODED = 10.0  # times the first loss of a critic
 GROWN = 1.5  # times its first level
 LEAST_EXPLAINED = 0.02  # variance of the returns
+REPEATED = 5  # different losses, and how many come again: with four digits no chance
+NOT_SMALL = 0.5  # a supervised loss that does not become 0 in one step
+OF_TOKENS = re.compile(r"(?i)(?<![a-z])(?:logits?|logps?|logprobs?)(?![a-z])")
 
 
 def importance_weight_off_one(run: Run) -> Alarm | None:
     """D10: the mean ratio of new to proximal policy is not 1."""
-    weight = run.series.get("importance_weight")
-    if weight is None:
-        return None
+    series = run.finite("importance_weight")
     one_minibatch = run.config.get("actor.ppo_n_minibatches") == 1
     limit = FAR_AT_ONE_MINIBATCH if one_minibatch else FAR_FROM_ONE
-    series = weight.finite
     if not series.sustained(lambda value: abs(value - 1) > limit):
         return None
     return alarm(
@@ -39,16 +42,13 @@ def importance_weight_off_one(run: Run) -> Alarm | None:
             + (", and with one minibatch it must be exactly 1" if one_minibatch else "")
         ),
         severity="error" if one_minibatch else "warning",
-        since=onset(Series(weight.name, series.steps, np.abs(series.values - 1)), "up"),
+        since=onset(Series(series.name, series.steps, np.abs(series.values - 1)), "up"),
     )
 
 
 def many_tokens_are_clipped(run: Run) -> Alarm | None:
-    clipped = run.series.get("clip_ratio")
-    if clipped is None:
-        return None
-    series = clipped.finite
-    is_most = series.sustained(lambda value: value > 0.5)
+    series = run.finite("clip_ratio")
+    is_most = series.holds(lambda value: value > 0.5)
     if (
         not is_most
         and not series.sustained(lambda value: value > 0.3)
@@ -59,32 +59,48 @@ def many_tokens_are_clipped(run: Run) -> Alarm | None:
     return alarm(
         "D12",
         series,
-        found=f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first",
-        severity="error" if is_most else "warning",
+        found=series.change,
+        severity="error" if is_most and not series.is_short else "warning",
         title="most" if is_most else "saturates",
         since=onset(series, "up"),
     )
 
 
 def never_moves(run: Run) -> Alarm | None:
-    """D13: gradient norm or learning rate is exactly 0: the optimizer changes nothing."""
-    norm, rate = run.series.get("grad_norm"), run.series.get("lr")
-    alike = run.series.get("zero_variance_groups")
-    is_explained = alike is not None and alike.finite.holds(lambda value: value > 0.99)  # D22
-    if not is_explained and norm is not None and norm.finite.is_zero and np.isfinite(norm.values[-1]):
-        what, series = "the gradient norm is exactly 0", norm.finite
-    elif rate is not None and rate.finite.is_zero:
-        what, series = "the learning rate is 0", rate.finite
+    """D13: gradient norm or learning rate is exactly 0, or a supervised loss repeats itself exactly."""
+    norm, rate, loss = run.finite("grad_norm"), run.finite("lr"), run.finite("loss")
+    alike, differ = share_alike(run), ""
+    if (
+        not alike.holds(lambda value: value > 0.99)
+        and norm.is_zero
+        and np.isfinite(run.series["grad_norm"].values[-1])
+    ):
+        what, series, differ = "the gradient norm is exactly 0", norm, "differ" if len(alike.values) else ""
+    elif rate.is_zero and len(rate.values) > 1:  # a warm-up begins at 0, a schedule ends there
+        what, series = "the learning rate is 0", rate
+    elif run.kind == "supervised" and (period := period_of(loss)):
+        what, series = f"the loss is the same again every {period} steps, to the last digit,", loss
     else:
         return None
+    count = min(2 * series.window, len(series.values))
     return alarm(
         "D13",
         series,
-        found=f"{what} in the last {min(2 * series.window, len(series.values))} steps",
+        found=f"{what} in "
+        + (f"the last {count} steps" if count > 1 else "the only step")
+        + (", and rewards differ within groups" if differ else ""),
         severity="warning" if series.is_short else "error",
-        variant="" if "reward" in run.series else "supervised",
-        since=onset(series, "down"),
+        variant=differ if "reward" in run.series else "supervised",
+        since=int(series.steps[0]) if series is loss else onset(series, "down"),
     )
+
+
+def period_of(loss: Series) -> int:
+    """Return after how many steps the values are the same again, to the end; 0 if they are not."""
+    values = loss.values
+    again = np.flatnonzero(values == values[0])[1:4].tolist() if len(values) else []
+    repeats = (at for at in again if len(values) - at >= REPEATED and (values[at:] == values[:-at]).all())
+    return next((at for at in repeats if len(set(values[:at].tolist())) >= REPEATED), 0)
 
 
 def entropy_collapses(run: Run) -> Alarm | None:
@@ -92,10 +108,9 @@ def entropy_collapses(run: Run) -> Alarm | None:
 
     Below a tenth while validation rises.
     """
-    entropy = run.series.get("entropy")
-    if entropy is None or len(entropy.finite.values) < 10 or is_solved(run):
+    series = run.finite("entropy")
+    if len(series.values) < 10 or is_solved(run):
         return None
-    series = entropy.finite
     lost = series.before_last() - series.last
     fast = lost > max(0.5 * series.before_last(), 4 * series.noise)
     start = max(series.first, float(series.values[0]))  # it may fall within the first window
@@ -105,7 +120,7 @@ def entropy_collapses(run: Run) -> Alarm | None:
     return alarm(
         "D15",
         series,
-        found=f"median {series.last:.3g} in the last {series.window} steps, {series.before_last():.3g} before, {start:.3g} at first",
+        found=f"{series.ending}, {series.before_last():.3g} before, {start:.3g} at first",
         severity="error" if fast else "warning",
         since=onset(series, "down", in_ratios=True),
     )
@@ -113,20 +128,19 @@ def entropy_collapses(run: Run) -> Alarm | None:
 
 def entropy_rises(run: Run) -> Alarm | None:
     """D19: entropy grows and the reward does not, or entropy is multiplied."""
-    entropy = run.series.get("entropy")
-    if entropy is None or not entropy.finite.rose(1.5):
+    series = run.finite("entropy")
+    if not series.rose(1.5):
         return None
-    series = entropy.finite
     is_multiplied = series.rose(3.0)
     begins = onset(series, "up", in_ratios=is_multiplied)
-    gain = gain_since(run, begins)
+    gain = run.finite("reward").since(begins).trend
     if not is_multiplied and (gain is None or gain.rises):
         return None
     return alarm(
         "D19",
         series,
         found=(
-            f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first"
+            series.change
             + (f"; the reward changed by {gain.change:+.3g} since step {begins}" if gain is not None else "")
         ),
         severity="error" if is_multiplied else "warning",
@@ -137,61 +151,48 @@ def entropy_rises(run: Run) -> Alarm | None:
 
 def critic_fails(run: Run) -> Alarm | None:
     """D28: the critic explains no more than a constant does, or its loss rises, even for a time."""
-    explained, loss = run.series.get("explained_variance"), run.series.get("value_loss")
-    exploded = peak_of_loss(loss.finite, explained) if loss is not None else None
-    if explained is not None and explained.finite.sustained(lambda value: value < 0):
-        series, worse = explained.finite, onset(explained.finite, "down")
-        title = "worse_than_constant"
+    explained, loss = run.finite("explained_variance"), run.finite("value_loss")
+    exploded = peak_of_loss(loss, explained)
+    series = loss
+    if explained.sustained(lambda value: value < 0):
+        series, worse, title = explained, onset(explained, "down"), "worse_than_constant"
         found = f"explained variance {series.last:.3g}, below 0 is worse than a constant"
-    elif loss is not None and exploded is not None:
-        series, worse = loss.finite, exploded[0]
-        title = "explodes"
+    elif exploded is not None:
+        worse, title = exploded[0], "explodes"
         found = f"{series.values[0]:.3g} at first, {exploded[1]:.3g} around step {worse}, {series.last:.3g} at the end"
-    elif explained is not None and explains_nothing(explained.finite):
-        series, worse = explained.finite, int(explained.finite.steps[0])
-        title = "explains_nothing"
+    elif len(explained.values) >= 2 * ENOUGH_STEPS and medians_of(explained).max() < LEAST_EXPLAINED:
+        series, worse, title = explained, int(explained.steps[0]), "explains_nothing"
         found = f"explained variance never exceeds {LEAST_EXPLAINED:g} over a window; a constant has 0"
-    elif loss is not None and len(loss.finite.values) >= ENOUGH_STEPS and rises_from_its_lowest(loss.finite):
-        series, worse = loss.finite, onset(loss.finite, "up")
-        title = "diverges"
-        found = f"it had fallen, and is {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at first"
-    elif loss is not None and explained is None and grows_to_the_end(loss.finite, run.series.get("reward")):
-        series, worse = loss.finite, onset(loss.finite, "up")
-        title = "grows"
-        found = f"{series.first:.3g} at first, {series.last:.3g} in the last {series.window} steps, and it has not levelled off"
+    elif len(loss.values) >= ENOUGH_STEPS and rises_from_its_lowest(loss):
+        worse, title = onset(loss, "up"), "diverges"
+        found = f"it had fallen and rose again: {series.change}"
+    elif not len(explained.values) and grows_to_the_end(loss, run.finite("reward")):
+        worse, title = onset(loss, "up"), "grows"
+        found = f"{series.change}, and it has not levelled off"
     else:
         return None
     return alarm("D28", series, found=found, title=title, since=worse)
 
 
-def grows_to_the_end(loss: Series, reward: Series | None) -> bool:
+def grows_to_the_end(loss: Series, reward: Series) -> bool:
     """Return whether a critic's loss grows over the run, by more than the rewards explain.
 
     Rewards between 0 and 1 that are seldom 0 or 1 have returns that vary more: up to the variance
     of a coin.
     """
-    found = trend(loss)
+    found = loss.trend
     if found is None or len(loss.values) < ENOUGH_STEPS or not (found.rises and loss.rose(GROWN)):
         return False
-    late = trend(loss.since(int(loss.steps[len(loss.steps) // 2])))
+    late = loss.since(int(loss.steps[len(loss.steps) // 2])).trend
     if late is None or late.low <= 0:
         return False
-    if reward is None or not len(reward.finite.values):
+    if not len(reward.values) or not is_share(reward) or loss.last > 1:
         return True
-    kept = reward.finite
-    if kept.values.min() < 0 or kept.values.max() > 1 or loss.last > 1:
-        return True
-    varied = (kept.last * (1 - kept.last)) / max(kept.first * (1 - kept.first), 1e-12)
+    varied = (reward.last * (1 - reward.last)) / max(reward.first * (1 - reward.first), 1e-12)
     return loss.last > GROWN * varied * loss.first
 
 
-def explains_nothing(explained: Series) -> bool:
-    if len(explained.values) < 2 * ENOUGH_STEPS:
-        return False
-    return float(medians_of(explained).max()) < LEAST_EXPLAINED
-
-
-def peak_of_loss(loss: Series, explained: Series | None) -> tuple[int, float] | None:
+def peak_of_loss(loss: Series, explained: Series) -> tuple[int, float] | None:
     """Return step and height of the peak of a critic's loss that exploded; None if it did not.
 
     Returns that begin to vary raise the loss of a sound critic too: there the explained variance
@@ -203,12 +204,8 @@ def peak_of_loss(loss: Series, explained: Series | None) -> tuple[int, float] | 
     peak, at = float(medians.max()), int(np.argmax(medians))
     if peak < EXPLODED * max(float(loss.values[:3].min()), 1e-12):  # it may explode in the second step
         return None
-    window = slice(at, at + loss.window)
-    if explained is None:
-        is_bad = loss.last < peak / 3
-    else:
-        inside = np.isin(explained.steps, loss.steps[window]) & np.isfinite(explained.values)
-        is_bad = bool(inside.any()) and float(np.median(explained.values[inside])) < 0
+    inside = explained.values[np.isin(explained.steps, loss.steps[at : at + loss.window])]
+    is_bad = bool(len(inside) and np.median(inside) < 0) if len(explained.values) else loss.last < peak / 3
     return (int(loss.steps[at]), peak) if is_bad else None
 
 
@@ -224,21 +221,17 @@ def rises_from_its_lowest(series: Series) -> bool:
 
 def policy_drifts_for_nothing(run: Run) -> Alarm | None:
     """D16: the KL divergence to the reference grows and the reward does not."""
-    divergence, reward = run.series.get("reference_kl"), run.series.get("reward")
-    if divergence is None or reward is None:
-        return None
-    grows, gains = trend(divergence.finite), trend(reward.finite)
+    series = run.finite("reference_kl")
+    grows, gains = series.trend, run.finite("reward").trend
     if grows is None or gains is None or not grows.rises or gains.rises:
         return None
-    if grows.change < max(0.01, abs(divergence.finite.first)):
-        return None
-    if rose_and_fell(run):
+    if grows.change < max(0.01, abs(series.first)) or rose_and_fell(run):
         return None  # it did gain reward until the peak, which D04 names
     return alarm(
         "D16",
-        divergence,
+        series,
         found=f"KL grew by {grows.change:.3g}, the reward changed by {gains.change:+.3g}",
-        since=onset(divergence.finite, "up", in_ratios=True),
+        since=onset(series, "up", in_ratios=True),
     )
 
 
@@ -263,16 +256,13 @@ def gradients_spike(run: Run) -> Alarm | None:
         "D17",
         norm,
         found=(
-            f"{len(at)} of {len(norm.values)} steps are "
-            + (
-                "not finite"
-                if bad.any()
-                else f"beyond {SPIKE:g} times their neighbours, the largest {times.max():.0f} times"
-            )
+            f"the norm is not finite in {len(at)} of {len(norm.values)} steps"
+            if bad.any()
+            else f"{len(at)} of {len(norm.values)} steps are beyond {SPIKE:g} times their neighbours, the largest {times.max():.0f} times"
         ),
         severity="error" if bad.any() else "warning",
         title="not_finite" if bad.any() else "spikes",
-        evidence=tuple((int(norm.steps[i]), float(norm.values[i])) for i in at[:8]),
+        evidence=norm.at(at[:8]),
         since=first,
         cost=f"{len(at)} updates whose direction a few samples chose" if not bad.any() else "",
         verb="break" if bad.any() else "dominate",
@@ -282,13 +272,12 @@ def gradients_spike(run: Run) -> Alarm | None:
 
 def gradients_grow(run: Run) -> Alarm | None:
     """D17: each norm of the last third is a hundred times each of the first, and nothing is learned."""
-    norm = run.series.get("grad_norm")
-    if norm is None or norm.finite.is_short:
+    series = run.finite("grad_norm")
+    if series.is_short:
         return None
-    series = norm.finite
     third = len(series.values) // 3
     begin, end = float(series.values[:third].max()), float(series.values[-third:].min())
-    if begin <= 0 or end < max(LARGE, GROWN * begin) or is_learning(run):
+    if begin <= 0 or end < max(LARGE, MULTIPLIED * begin) or is_learning(run):
         return None
     begins = onset(series, "up", in_ratios=True)
     return alarm(
@@ -324,27 +313,48 @@ def beside_the_neighbours(
 
 
 def numbers_that_are_none(run: Run) -> Alarm | None:
-    """D18: a metric is NaN or infinite (the gradient norm has its own rule, D17)."""
-    broken = {name: ~np.isfinite(series.values) for name, series in run.series.items() if name != "grad_norm"}
-    broken = {name: bad for name, bad in broken.items() if bad.any()}
+    """D18: a metric is NaN or infinite (the gradient norm has its own rule, D17).
+
+    Of names that mean no quantity those of logits and log-probs count; the others may be undefined.
+    """
+    judged = {name: one for name, one in run.series.items() if name != "grad_norm"}
+    every = judged | {name: run.by_name[name] for name in run.unknown_names if OF_TOKENS.search(name)}
+    bad = {name: ~np.isfinite(one.values) for name, one in every.items()}
+    if run.kind == "supervised":
+        bad["loss"] |= is_lost(every["loss"])
+    broken = [name for name, where in bad.items() if where.any()]
     if not broken:
         return None
-    first = min(broken, key=lambda name: int(run.series[name].steps[np.argmax(broken[name])]))
-    series, bad = run.series[first], broken[first]
-    at = np.flatnonzero(bad)
-    step = int(series.steps[at[0]])
+    first = min(broken, key=lambda name: int(every[name].steps[np.argmax(bad[name])]))
+    series, at = every[first], np.flatnonzero(bad[first])
+    step, also = int(series.steps[at[0]]), ", ".join(sorted(set(broken) - {first}))
+    is_other, is_zero = judged.keys().isdisjoint(broken), bool(np.isfinite(series.values[at[0]]))
+    what = (
+        f"{series.name} is {'exactly 0' if is_zero else 'not finite'} in {len(at)} of {len(bad[first])} steps"
+    )
     return alarm(
         "D18",
         series,
-        found=(
-            f"{len(at)} of {len(bad)} steps, the first is {step}"
-            + (f"; also {', '.join(sorted(set(broken) - {first}))}" if len(broken) > 1 else "")
-        ),
-        severity="error",
-        evidence=tuple((int(series.steps[i]), float(series.values[i])) for i in at[:8]),
+        found=f"{what}, first at step {step}" + (f"; not finite as well: {also}" if also else ""),
+        severity="warning" if is_other else "error",
+        title="others" if is_other else "lost" if is_zero else "not_finite",
+        variant="" if run.kind == "learning" else "supervised",
+        evidence=series.at(at[:8]),
         since=step,
         step=step,
     )
+
+
+def is_lost(loss: Series) -> npt.NDArray[np.bool_]:
+    """Return at which steps a supervised loss is 0, if it stays so and was not small before.
+
+    Transformers prints 0 for a loss that is not finite.
+    """
+    zero = loss.values == 0.0
+    begins = int(np.argmax(zero))
+    stays = loss.resolution == 0 and zero[begins:].all() and (loss.values[:begins][-1:] > NOT_SMALL).all()
+    found: npt.NDArray[np.bool_] = zero & stays
+    return found
 
 
 RULES = (

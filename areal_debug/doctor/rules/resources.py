@@ -3,7 +3,6 @@
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.series import trend
 
 SLOWER = 1.5
 UNEXPLAINED = 1.25  # factor of a step's time that longer completions do not explain
@@ -13,16 +12,11 @@ LONG_ENOUGH = 30  # steps: memory rises while buffers fill
 
 def steps_get_slower(run: Run) -> Alarm | None:
     """D36: steps take longer, and completions did not grow by as much."""
-    times = run.series.get("step_time")
-    if times is None or not times.finite.rose(SLOWER):
+    series, length = run.finite("step_time"), run.finite("length")
+    if not series.rose(SLOWER):
         return None
-    series, length = times.finite, run.series.get("length")
     slower = series.last / series.first
-    longer = (
-        max(1.0, length.finite.last / length.finite.first)
-        if length is not None and length.finite.first > 0
-        else 1.0
-    )
+    longer = max(1.0, length.last / length.first) if length.first > 0 else 1.0
     if slower < UNEXPLAINED * longer:
         return None
     begins = onset(series, "up", in_ratios=True)
@@ -35,11 +29,7 @@ def steps_get_slower(run: Run) -> Alarm | None:
         series,
         found=(
             f"{series.first:.3g} s a step at first, {series.last:.3g} s in the last {series.window} steps ({slower:.2f} times)"
-            + (
-                f"; completions are {longer:.2f} times as long, which leaves {slower / longer:.2f}"
-                if longer > 1.05
-                else ""
-            )
+            + (f"; completions are {longer:.2f} times as long" if longer > 1.05 else "")
         ),
         since=begins,
         cost=f"{lost_s / 3600:.2g} h more than at the time a token took at first",
@@ -49,12 +39,11 @@ def steps_get_slower(run: Run) -> Alarm | None:
 def memory_creeps(run: Run) -> Alarm | None:
     """D37: memory grows from step to step and does not level off."""
     for name in ("host_memory", "device_memory"):
-        memory = run.series.get(name)
-        if memory is None or len(memory.finite.values) < LONG_ENOUGH:
+        series = run.finite(name)
+        if len(series.values) < LONG_ENOUGH:
             continue
-        series = memory.finite
         half = series.since(int(series.steps[len(series.steps) // 2]))
-        found, late = trend(series), trend(half)
+        found, late = series.trend, half.trend
         if found is None or late is None or not (found.rises and late.rises):
             continue
         if found.change < CREEP * series.first or late.change < found.change / 3:

@@ -9,7 +9,7 @@ from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS, FEWEST_EVALUATIONS, validations
 from areal_debug.doctor.rules.terms import weighted_terms, weights
-from areal_debug.doctor.series import Series, binned, trend
+from areal_debug.doctor.series import Series, binned
 
 # `rewards/NAME/mean` of TRL, and spellings that users choose
 TERM = re.compile(r"^(?:rewards|reward_components?|reward(?=/[^/]+/mean$))/(?P<name>[^/]+)(?:/mean)?$")
@@ -32,15 +32,15 @@ def terms_of(run: Run) -> dict[str, Series]:
 
 def form_dominates(run: Run) -> Alarm | None:
     """D31: the reward rises by terms for form (format, tags, length) and not by the task."""
-    terms, reward = terms_of(run), run.series.get("reward")
+    terms, reward = terms_of(run), run.finite("reward")
     of_form = [name for name in terms if OF_FORM.search(name)]
-    if reward is None or not of_form or len(of_form) == len(terms):
+    if not of_form or len(of_form) == len(terms):
         return None
-    if any(not np.array_equal(series.steps, reward.finite.steps) for series in terms.values()):
+    if any(not np.array_equal(series.steps, reward.steps) for series in terms.values()):
         return None
     first = int(reward.steps[0])
     grown = onset(weighted({name: terms[name] for name in of_form}), "up")
-    gains = (gains_since(begins, terms, of_form, reward.finite) for begins in dict.fromkeys((grown, first)))
+    gains = (gains_since(begins, terms, of_form, reward) for begins in dict.fromkeys((grown, first)))
     found = next((gain for gain in gains if gain is not None), None)
     if found is None:
         return None
@@ -111,47 +111,56 @@ def weighted(terms: dict[str, Series], weights: dict[str, float] | None = None) 
 def term_is_dead(run: Run) -> Alarm | None:
     """D32: a term of the reward or loss, the KL, or one of several validation sets is always 0."""
     logged = terms_of(run) | weighted_terms(run)
-    norm, divergence = run.series.get("grad_norm"), run.series.get("reference_kl")
-    moves = norm is not None and len(norm.finite.values) and norm.finite.last > 0
+    divergence, moves = run.finite("reference_kl"), run.finite("grad_norm").last > 0
     is_off = weights(run).get("KL", ("", 1.0))[1] == 0.0
-    if moves and not is_off and divergence is not None and len(divergence.finite.values) >= ENOUGH_STEPS:
-        logged["the KL to the reference"] = divergence.finite
+    if moves and not is_off and len(divergence.values) >= ENOUGH_STEPS:
+        logged["the KL to the reference"] = divergence
     sets = [series.finite for series in validations(run) if len(series.finite.values) >= FEWEST_EVALUATIONS]
     if any(series.values.any() for series in sets):  # none is solved where the model solves nothing
         logged |= {f"the validation set {series.name}": series for series in sets}
     rewards = terms_of(run)
-    dead = {
+    constant = {
         name: series
         for name, series in logged.items()
-        if series.resolution <= (FINE if name in rewards else 0) and not series.values.any()
+        if np.ptp(series.values) == 0 and series.resolution <= (FINE if name in rewards else 0)
     }
-    if not dead:
+    dead = {name: series for name, series in constant.items() if series.values[0] == 0}
+    # a term that is always a whole number may be earned always
+    found = dead or {
+        name: one for name, one in constant.items() if name in rewards and one.values[0] % 1 != 0
+    }
+    if not found:
         return None
-    series = next(iter(dead.values()))
-    zero = f"0 to within {series.resolution:.0e}" if series.resolution else "exactly 0"
+    series = next(iter(found.values()))
+    value = (
+        f"{series.values[0]:g} to within {series.resolution:.0e}"
+        if series.resolution
+        else f"exactly {series.values[0]:g}"
+    )
     return alarm(
         "D32",
         series,
-        found=f"{', '.join(dead)}: {zero} in all {len(series.values)} steps",
+        found=f"{', '.join(found)}: {value} in all {len(series.values)} steps",
+        title="zero" if dead else "constant",
         since=int(series.steps[0]),
     )
 
 
 def filter_hides_the_reward(run: Run) -> Alarm | None:
     """D38: the reward of samples that were kept rises, that of all samples does not."""
-    kept, generated = run.series.get("reward"), run.series.get("generated_reward")
-    if kept is None or generated is None or kept.name == generated.name:
+    kept, generated = run.finite("reward"), run.finite("generated_reward")
+    gains, stays = kept.trend, generated.trend
+    if gains is None or stays is None or kept.name == generated.name:
         return None
-    gains, stays = trend(kept.finite), trend(generated.finite)
-    if gains is None or stays is None or not gains.rises or gains.change < 4 * kept.finite.noise:
+    if not gains.rises or gains.change < 4 * kept.noise:
         return None
     if stays.rises and stays.change > 0.3 * gains.change:
         return None
     return alarm(
         "D38",
-        kept.finite,
+        kept,
         found=f"{kept.name} changed by {gains.change:+.3g}, {generated.name} of all samples by {stays.change:+.3g}",
-        since=onset(kept.finite, "up"),
+        since=onset(kept, "up"),
     )
 
 

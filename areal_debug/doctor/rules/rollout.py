@@ -7,7 +7,7 @@ from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS, left_behind
 from areal_debug.doctor.rules.mismatch import explain_growth
-from areal_debug.doctor.series import Series, trend
+from areal_debug.doctor.series import NOTHING, Series
 
 EXPLODES = 3.0  # times the first length
 DOUBLES = 2.0
@@ -19,13 +19,11 @@ TOGETHER = 0.9  # correlation of reward and length since the onset
 
 def grows_longer(run: Run) -> Alarm | None:
     """D21: completions grow for nothing, for a reward that validation lacks, or explode."""
-    length, reward = run.series.get("length"), run.series.get("reward")
-    if length is None or reward is None:
+    length, gains = run.finite("length"), run.finite("reward").trend
+    grows = length.trend
+    if grows is None or gains is None or not length.rose(1.25):
         return None
-    grows, gains = trend(length.finite), trend(reward.finite)
-    if grows is None or gains is None or not length.finite.rose(1.25):
-        return None
-    begins = onset(length.finite, "up", in_ratios=True)
+    begins = onset(length, "up", in_ratios=True)
     kind = why_longer(run, begins, grows.rises and not gains.rises)
     if kind is None:
         return None
@@ -34,7 +32,7 @@ def grows_longer(run: Run) -> Alarm | None:
         "D21",
         length,
         found=(
-            f"median {length.finite.first:.0f} tokens at first, {length.finite.last:.0f} at the end, the reward changed "
+            f"median {length.first:.0f} tokens at first, {length.last:.0f} at the end, the reward changed "
             f"by {gains.change:+.3g}{detail}"
         ),
         title=title,
@@ -65,7 +63,7 @@ def why_longer(run: Run, begins: int, for_nothing: bool) -> tuple[str, str] | No
             "explodes",
             f"; {cut.finite.last:.3g} are cut off, {cut.finite.first:.3g} at first",
         )
-    is_checked = validation is not None and trend(validation.finite) is not None
+    is_checked = validation is not None and validation.finite.trend is not None
     later, paid = length.since(begins), reward.since(begins)
     start = begins - int(length.steps[0])
     if is_checked or factor < DOUBLES or len(later.values) < 10 or len(later.values) != len(paid.values):
@@ -93,12 +91,11 @@ def smooth(series: Series) -> np.ndarray:
 
 def completions_shrink(run: Run) -> Alarm | None:
     """D40: completions shrink to a fraction, and the reward or validation does not rise."""
-    length, reward = run.series.get("length"), run.series.get("reward")
-    if length is None or reward is None or not length.finite.fell(0.33):
+    series, reward = run.finite("length"), run.finite("reward")
+    gains = reward.trend
+    if gains is None or not series.fell(0.33):
         return None
-    series, gains, validation = length.finite, trend(reward.finite), run.series.get("eval_reward")
-    behind = left_behind(reward.finite, validation.finite) if validation is not None else None
-    if gains is None or (gains.rises and behind is None):
+    if gains.rises and left_behind(reward, run.finite("eval_reward")) is None:
         return None
     return alarm(
         "D40",
@@ -110,13 +107,9 @@ def completions_shrink(run: Run) -> Alarm | None:
 
 def samples_are_old(run: Run) -> Alarm | None:
     """D23: staleness grows, or exceeds its limit."""
-    lag = run.series.get("staleness")
-    if lag is None:
-        return None
-    allowed = run.config.get("rollout.max_head_offpolicyness")
-    series = lag.finite
+    allowed, series = run.config.get("rollout.max_head_offpolicyness"), run.finite("staleness")
     beyond = allowed is not None and series.sustained(lambda value: value > allowed)
-    found = trend(series)
+    found = series.trend
     grows = found is not None and found.rises and found.change > 1
     if not beyond and not (grows and series.last > 2):
         return None
@@ -124,8 +117,7 @@ def samples_are_old(run: Run) -> Alarm | None:
         "D23",
         series,
         found=(
-            f"median {series.last:.2g} versions in the last {series.window} steps, {series.first:.2g} at the beginning"
-            + (f"; rollout.max_head_offpolicyness is {allowed}" if allowed is not None else "")
+            series.change + (f"; rollout.max_head_offpolicyness is {allowed}" if allowed is not None else "")
         ),
         severity="error" if beyond else "warning",
         title="beyond" if beyond else "grows",
@@ -133,18 +125,18 @@ def samples_are_old(run: Run) -> Alarm | None:
     )
 
 
-def measured_difference(run: Run) -> tuple[Series, float] | None:
-    """Return how far engine and trainer are apart, and its limit.
+def measured_difference(run: Run) -> tuple[Series, float]:
+    """Return how far engine and trainer are apart, and its limit; an empty series if unknown.
 
     The KL divergence of the decoupled loss is one where no sample is stale: there it compares the
     same weights, and is half the square of the difference.
     """
     for name, limit in (("logprob_difference", 0.03), ("k3", 0.015)):
-        if name in run.series and len(run.series[name].finite.values):
-            return run.series[name], limit
-    divergence, lag = run.series.get("behave_kl"), run.series.get("staleness")
-    if divergence is None or lag is None or not len(lag.finite.values) or lag.finite.values.max() > 0:
-        return None
+        if len(run.finite(name).values):
+            return run.finite(name), limit
+    divergence, lag = run.finite("behave_kl"), run.finite("staleness").values
+    if not len(lag) or lag.max() > 0:
+        return NOTHING, LEAST_KL
     return Series(divergence.name, divergence.steps, -divergence.values), LEAST_KL
 
 
@@ -162,11 +154,7 @@ def engine_disagrees(run: Run) -> Alarm | None:
 
     A growth is split into longer completions, entropy, and what remains: the weights.
     """
-    measured = measured_difference(run)
-    if measured is None:
-        return None
-    difference, limit = measured
-    series = difference.finite
+    series, limit = measured_difference(run)
     jumped = series.sustained(lambda value: value > 2.5 * series.first) and series.last > limit / 3
     grows = series.rose(1.5) and series.last > limit / 3
     mean = mean_beyond(series, limit)
@@ -177,7 +165,7 @@ def engine_disagrees(run: Run) -> Alarm | None:
         "D24",
         series,
         found=(
-            f"median {series.last:.3g} in the last {series.window} steps, {series.first:.3g} at the beginning"
+            series.change
             + (f", mean {mean:.3g}" if mean is not None else "")
             + f" (limit {limit:g})"
             + (explain_growth(run, series) if jumped or grows else "")

@@ -9,7 +9,7 @@ from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS
-from areal_debug.doctor.series import Series, running_medians, trend
+from areal_debug.doctor.series import Series, running_medians
 
 MEDIAN_OF = 3  # measurements of held-out rows
 # Share of the best held-out loss. The trend starts at the minimum, so significance is not enough.
@@ -23,15 +23,13 @@ LEAST_FALL = 0.005  # of the first loss
 
 def loss_does_not_fall(run: Run) -> Alarm | None:
     """D06: the 95 % interval of the loss's trend includes 0, or its fall is next to nothing."""
-    loss = run.series.get("loss")
-    if "reward" in run.series or loss is None or len(loss.finite.values) < ENOUGH_STEPS:
+    loss = run.finite("loss")
+    found = loss.trend
+    if "reward" in run.series or found is None or len(loss.values) < ENOUGH_STEPS:
         return None
-    found = trend(loss.finite)
-    if found is None or loss_explodes(run) is not None:
+    if found.falls and -found.change > LEAST_FALL * abs(loss.first):
         return None
-    if found.falls and -found.change > LEAST_FALL * abs(loss.finite.first):
-        return None
-    if loss.finite.is_late_level:
+    if loss.is_late_level or loss_explodes(run) is not None:
         return None
     return alarm(
         "D06",
@@ -39,16 +37,15 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
         found=found.describe(len(loss.values)),
         severity="error" if found.rises else "warning",
         title="rises" if found.rises else "flat",
-        since=onset(loss.finite, "up"),
+        since=onset(loss, "up"),
     )
 
 
 def loss_explodes(run: Run) -> Alarm | None:
     """D41: the loss rose to twice where it began, whether or not it fell again."""
-    loss = run.series.get("loss")
-    if "reward" in run.series or loss is None or len(loss.finite.values) < ENOUGH_STEPS:
+    series = run.finite("loss")
+    if "reward" in run.series or len(series.values) < ENOUGH_STEPS:
         return None
-    series = loss.finite
     medians = running_medians(series.values, STEPS_OF_A_PEAK)
     start, highest = float(np.median(series.values[:MEDIAN_OF])), int(np.argmax(medians))
     if start <= 0 or medians[highest] < EXPLODED * start:
@@ -57,7 +54,7 @@ def loss_explodes(run: Run) -> Alarm | None:
     beyond = int(series.steps[np.argmax(series.values > EXPLODED * start)])
     return alarm(
         "D41",
-        loss,
+        series,
         found=f"{start:.4g} at first, {medians[highest]:.4g} around step {at}, {series.last:.4g} at the end",
         severity="error" if series.last > start else "warning",
         evidence=((beyond, float(series.values[np.searchsorted(series.steps, beyond)])), *series.tail(3)),
@@ -67,19 +64,16 @@ def loss_explodes(run: Run) -> Alarm | None:
 
 
 def held_out_loss_rises(run: Run) -> Alarm | None:
-    held_out, loss = run.series.get("eval_loss"), run.series.get("loss")
-    trained = trend(loss.finite) if loss is not None else None
-    if trained is not None and trained.rises:
+    series, trained = run.finite("eval_loss"), run.finite("loss").trend
+    found = rise_of_held_out(series)
+    if found is None or (trained is not None and trained.rises):
         return None
-    if held_out is None or (found := rise_of_held_out(held_out.finite)) is None:
-        return None
-    series = held_out.finite
     best, lowest, change = found
     meanwhile = "" if trained is None else f"; that of training by {trained.change:+.3g} over the run"
     at = int(series.steps[best])
     return alarm(
         "D07",
-        held_out,
+        series,
         found=f"around step {at} it was {lowest:.4g}, from there it changes by {change:+.3g}{meanwhile}",
         evidence=((at, lowest), *series.tail(3)),
         since=at,
@@ -103,7 +97,7 @@ def rise_of_held_out(series: Series) -> tuple[int, float, float] | None:
     best, lowest = int(np.argmin(medians)) + MEDIAN_OF // 2, float(medians.min())
     if len(series.values) - best < 2 * series.window:
         return None
-    found = trend(Series(series.name, series.steps[best:], series.values[best:]))
+    found = Series(series.name, series.steps[best:], series.values[best:]).trend
     if found is None or not found.rises or found.change < max(CLEAR_SHARE * abs(lowest), 2 * found.scatter):
         return None
     return best, lowest, found.change
@@ -115,26 +109,22 @@ def chosen_answers_lose_probability(run: Run) -> Alarm | None:
     It lowers that of chosen answers a little in most runs: where the rejected ones are logged,
     the chosen ones must have fallen nearly as far.
     """
-    chosen, rejected = run.series.get("chosen_reward"), run.series.get("rejected_reward")
-    if chosen is None or not chosen.finite.sustained(lambda value: value < 0):
+    chosen, rejected = run.finite("chosen_reward"), run.finite("rejected_reward")
+    found = chosen.trend
+    if found is None or not chosen.sustained(lambda value: value < 0):
         return None
-    found = trend(chosen.finite)
-    if found is None:
-        return None
-    if rejected is None or not len(rejected.finite.values):
-        is_lost = found.falls
-    else:  # both are 0 at first: their level is their change
-        is_lost = chosen.finite.last < NEARLY_AS_FAR * rejected.finite.last
+    # both are 0 at first: their level is their change
+    is_lost = chosen.last < NEARLY_AS_FAR * rejected.last if len(rejected.values) else found.falls
     if not is_lost:
         return None
     return alarm(
         "D09",
-        chosen.finite,
+        chosen,
         found=(
-            f"it changes by {found.change:+.3g} over the run and is {chosen.finite.last:.3g} at the end; above 0 the policy "
-            "prefers them more than its reference does"
+            f"their reward changes by {found.change:+.3g} over the run and is {chosen.last:.3g} at the end; "
+            "below 0 the policy likes them less than its reference does"
         ),
-        since=onset(chosen.finite, "down"),
+        since=onset(chosen, "down"),
     )
 
 

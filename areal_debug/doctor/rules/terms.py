@@ -1,12 +1,13 @@
 """Weighted terms of the loss, counters that go back, references that are replaced."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from areal_debug.doctor.alarm import Alarm, alarm
+from areal_debug.doctor.names import words_of
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import FEWEST_STEPS, Series
 
@@ -27,11 +28,7 @@ BEYOND_NOISE = 3.0  # a small KL that scatters comes near 0 by chance
 BESIDE, NOTHING_LEFT, LEAST_KL = 4, 0.05, 1e-4  # steps on each side; share of the KL; nats
 
 
-def words(text: str) -> list[str]:
-    return [word for word in re.split(r"[^a-z0-9]+", text.lower()) if word]
-
-
-def has(pattern: str, found: list[str]) -> bool:
+def has(pattern: str, found: Sequence[str]) -> bool:
     return any(re.fullmatch(pattern, word) for word in found)
 
 
@@ -47,10 +44,10 @@ def options(document: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def weights(run: Run) -> dict[str, tuple[str, float]]:
     """Return the weight of each kind of term as it is configured, 0 where its switch is off."""
     every = dict(options(run.record.header.config if run.record is not None else run.config))
-    off = [words(name.rpartition(".")[2]) for name, value in every.items() if value is False]
+    off = [words_of(name.rpartition(".")[2]) for name, value in every.items() if value is False]
     found: dict[str, tuple[str, float]] = {}
     for name, value in every.items():
-        leaf = words(name.rpartition(".")[2])
+        leaf = words_of(name.rpartition(".")[2])
         for kind, (_, of_option) in TERMS.items():
             if has(of_option, leaf) and has(WEIGHT, leaf) and type(value) in (int, float):
                 is_off = any(switch[:1] == ["use"] and has(of_option, switch) for switch in off)
@@ -69,7 +66,7 @@ def weighted_terms(run: Run) -> dict[str, Series]:
     found = {}
     for kind, (option, weight) in configured(run).items():
         for name, series in run.by_name.items():
-            own, finite = words(name), series.finite
+            own, finite = words_of(name), series.finite
             is_term = has(TERMS[kind][0], own) and has(OF_LOSS, own) and not has(NOT_A_TERM, own)
             if is_term and len(finite.values) >= FEWEST_STEPS:
                 found[f"{name}, whose {option} is {weight:g}"] = finite
@@ -79,7 +76,7 @@ def weighted_terms(run: Run) -> dict[str, Series]:
 def version_goes_back(run: Run) -> Alarm | None:
     """D46: the counter of weight versions becomes smaller."""
     for name, series in run.by_name.items():
-        found = words(name)
+        found = words_of(name)
         if "version" not in found or has(r"stats|diff|lag|age|min|std|staleness|offpolicyness", found):
             continue
         steps, values = series.finite.steps, series.finite.values
@@ -91,9 +88,7 @@ def version_goes_back(run: Run) -> Alarm | None:
                 series,
                 found=f"{name} is {values[at - 1]:g} at step {steps[at - 1]} and {values[at]:g} at step {steps[at]}",
                 severity="error",
-                evidence=tuple(
-                    (int(steps[i]), float(values[i])) for i in range(max(0, at - 2), min(len(values), at + 3))
-                ),
+                evidence=series.finite.at(range(max(0, at - 2), min(len(values), at + 3))),
                 since=int(steps[at]),
             )
     return None
@@ -101,13 +96,13 @@ def version_goes_back(run: Run) -> Alarm | None:
 
 def reference_is_replaced(run: Run) -> Alarm | None:
     """D47: the KL to the reference falls to nothing in one step, and rises from there."""
-    kl = run.series.get("reference_kl")
-    values = np.zeros(0) if kl is None else kl.finite.values
+    kl = run.finite("reference_kl")
+    values = kl.values
     for at in range(BESIDE, len(values) - BESIDE):
         before, after = values[at - BESIDE : at], values[at : at + BESIDE]
         falls = after[0] < NOTHING_LEFT * before.min() and after.max() < before.min()
-        if kl is not None and before.min() > max(LEAST_KL, BEYOND_NOISE * kl.finite.noise) and falls:
-            steps = kl.finite.steps
+        if before.min() > max(LEAST_KL, BEYOND_NOISE * kl.noise) and falls:
+            steps = kl.steps
             return alarm(
                 "D47",
                 kl,
@@ -116,7 +111,7 @@ def reference_is_replaced(run: Run) -> Alarm | None:
                     f"and {after[-1]:.2g} at step {steps[at + BESIDE - 1]}"
                 ),
                 severity="error",
-                evidence=tuple((int(steps[i]), float(values[i])) for i in range(at - 2, at + 3)),
+                evidence=kl.at(range(at - 2, at + 3)),
                 since=int(steps[at]),
                 step=int(steps[at]),
             )

@@ -20,31 +20,25 @@ def is_beyond(row: dict[str, Any], limit: float | None, value: float) -> bool:
     return value < limit if "below" in row else value > limit
 
 
-def has_risen(row: dict[str, Any], series: Series) -> bool:
-    """Return whether a row's metric is a multiple of what it was, and above a limit of its own."""
-    rose = row.get("rose")
-    return rose is not None and series.rose(rose["times"]) and series.last > rose["above"]
-
-
 def beyond(id: str, run: Run) -> Alarm | None:
     """Return the alarm of a row with a limit, or None."""
     row = findings()[id]
-    series = run.series.get(row["quantity"])
+    series = run.finite(row["quantity"])
     limit = next(row[name] for name in ("above", "below", "at_most", "off") if name in row)
-    if series is None:
-        return None
     severe = partial(is_beyond, row, row.get("severe"))
-    is_bad = series.finite.sustained(partial(is_beyond, row, limit)) or series.finite.throughout(severe)
-    if not is_bad and not has_risen(row, series.finite):
+    rose = row.get("rose")
+    has_risen = rose is not None and series.rose(rose["times"]) and series.last > rose["above"]
+    is_beyond_limit = series.sustained(partial(is_beyond, row, limit)) or series.throughout(severe)
+    if not is_beyond_limit and not has_risen:
         return None
-    judged = series.finite
+    judged = series
     if "target" in row:
-        judged = Series(series.name, judged.steps, abs(judged.values - row["target"]))
+        judged = Series(series.name, series.steps, abs(series.values - row["target"]))
     return alarm(
         id,
-        series.finite,
-        found=f"median {series.finite.last:.4g} in the last {series.finite.window} steps ({row['limit']})",
-        severity="error" if severe(series.finite.last) and not judged.is_short else "warning",
+        series,
+        found=f"{series.ending} ({row['limit']})",
+        severity="error" if severe(series.last) and not series.is_short else "warning",
         since=onset(judged, "down" if "below" in row or "at_most" in row else "up"),
     )
 

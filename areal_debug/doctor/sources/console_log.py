@@ -25,7 +25,7 @@ STEP = re.compile(
 OF_STEP = ("step", "iteration", "iter")
 MICRO = re.compile(r"(?i)\bmicro[ _-]?(?:step|batch)")
 IN_DICT = re.compile(
-    r"['\"]([A-Za-z_][\w./@ :-]{0,150})['\"]\s*:\s*(?:[\w.]{1,20}\()?['\"]?(" + NUMBER + r")(?=[\s,}'\")])"
+    r"['\"]([A-Za-z_][\w./@ :-]{0,150})['\"]\s*:\s*(?:[\w.]{1,20}\()?['\"]?(" + NUMBER + r")(?=[\s,}'\")]|$)"
 )
 OWN_STEP = re.compile(r"['\"](?:global_step/max_steps|global_step|step)['\"]\s*:\s*['\"]?(\d{1,12})")
 DASHED = re.compile(r"([A-Za-z_][\w./@-]{0,150}):(?:[\w.]{1,20}\()?(" + NUMBER + r")\)?$")
@@ -36,7 +36,9 @@ CELLS = re.compile(r"[|│┃]|,(?= )")
 COLUMNS = re.compile(r"\t|\s*[|│┃]\s*")
 # `epoch: 5  loss: 0.2`, where one of the names is a metric's
 SPACED = re.compile(r"([A-Za-z_][\w./@-]{0,150})\s*[:=]\s*(" + NUMBER + r")(?=[\s;]|$)")
-METRIC = re.compile(r"(?i)loss|reward|grad_norm|entropy|(?<![a-z])kl(?![a-z])")
+METRIC = re.compile(r"(?i)loss|reward|grad_norm|entropy|(?<![a-z])kl(?![a-z])|clip_?(?:ped|frac|ratio)")
+BAR = re.compile(r":?\s*\d{1,3}%\|.*?(?=,\s*[A-Za-z_]+=|$)")  # of tqdm, up to the pairs at its end
+EPOCH = re.compile(r"(?i)\bepoch\s*[:=#]?\s*(\d+)\b(?!\.)")
 NAME = re.compile(r"[A-Za-z_][\w./@ -]{0,150}")
 BARE = re.compile(NUMBER + "|No Log")  # of a notebook: nothing was logged
 
@@ -50,9 +52,10 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
     """Yield the numbers of each line with a step."""
     step: int | None = None
     counted, seen = 0, set[str]()
+    epoch, last, begins = -1, -1, 0  # of a log whose steps begin again in each epoch
     header: list[str] = []
     for line in lines:
-        line = ANSI.sub("", line[:MAX_LINE]).rstrip()
+        line = BAR.sub("", ANSI.sub("", line[:MAX_LINE])).rstrip()
         if MICRO.search(line):
             continue
         cells = COLUMNS.split(line.strip("| "))
@@ -61,8 +64,13 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
         elif header and len(cells) == len(header) and all(map(BARE.fullmatch, cells)):
             yield {name: cell for name, cell in zip(header, cells, strict=True) if cell != "No Log"}
             continue
-        named = [first or second for first, second in STEP.findall(line)]
-        step = int(named[-1]) if named else step
+        named = [int(first or second) for first, second in STEP.findall(line)]
+        if named:
+            if (found := EPOCH.search(line)) and int(found[1]) > epoch:
+                begins += last + 1 if named[-1] <= last else 0
+                epoch = int(found[1])
+            last = named[-1]
+            step = begins + last
         if named and "{" not in line and CELLS.search(line):  # `iteration 5: lm loss: 3.0 | grad norm: 1.0`
             line = f"step {step} | {STEP.split(line)[-1].lstrip(': ')}"
         pairs = {name: number for name, number in pairs_of(line) if name.lower() not in OF_STEP}
@@ -107,6 +115,6 @@ def in_cells(cells: list[str]) -> Iterator[tuple[str, str, str]]:
     for cell in cells:
         if BARE.fullmatch(cell) and before:
             yield before, cell, ""
-        elif field := FIELD.fullmatch(cell):
+        elif field := FIELD.fullmatch(cell) or PLAIN.fullmatch(cell.rstrip("]")):
             yield field[1], field[2], field[3]
         before = cell if NAME.fullmatch(cell) else ""

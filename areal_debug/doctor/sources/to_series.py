@@ -17,12 +17,15 @@ STEP_OF_PHASE = re.compile(
 )
 OTHER_STEP_NAMES = (
     "train_step", "training_step", "Step", "_step", "iteration", "iter", "update",
-    "steps", "global_steps", "timesteps", "total_timesteps", "iterations", "updates", "episode", "episodes",
+    "steps", "global_steps", "current_steps", "global_step/max_steps", "timesteps", "total_timesteps",
+    "iterations", "updates", "episode", "episodes",
 )  # fmt: skip
 CONTAINERS = ("data", "metrics", "logs", "log", "stats", "scalars")  # add nothing to a name
 TRAINING = "train/"  # the prefix that loggers add to training metrics
 MAX_DEPTH = 4
 FIXED = re.compile(r"-?\d*\.(\d+0)")  # what prints 0.000 or 0.50 has cut digits off; 0.0 and 0.5 are exact
+
+PART = re.compile(r"(\d+)/\d+")  # `9/547`: of so many
 
 
 class Rounded(float):
@@ -81,6 +84,8 @@ def as_number(value: Any) -> float | None:
     """Convert a number, or text that spells one; None for anything else."""
     if isinstance(value, bool) or value is None:
         return None
+    if isinstance(value, str) and (part := PART.fullmatch(value)):
+        value = part[1]
     if isinstance(value, str) and (fixed := FIXED.fullmatch(value.strip())):
         number = Rounded(value)
         number.resolution = 10.0 ** -len(fixed[1])
