@@ -50,7 +50,7 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """ "learning" (by reward), "supervised" or "preferences", by what is logged."""
+        """By what is logged: "learning" (by reward), "supervised" or "preferences" (pairs)."""
         if any(name in self.series for name in OF_PREFERENCES):
             return "preferences"
         is_supervised = "loss" in self.series and not any(name in self.series for name in OF_REWARDS)

@@ -64,8 +64,7 @@ def test_noise_that_is_larger_than_the_gain_is_no_fall_from_a_peak(tmp_path):
 
 
 def test_of_a_handful_of_steps_only_what_holds_in_each_is_judged(tmp_path):
-    few = {name: values[:7] for name, values in TROUBLES["truncation"][1](healthy()).items()}
-    few["no_eos"] = np.array([0.9] * 6 + [0.1])
+    few = {name: one[:7] for name, one in healthy().items()} | {"no_eos": np.array([0.9] * 6 + [0.1])}
     assert diagnosed(write_stats(tmp_path, few))[0] == 2
     assert said(tmp_path).startswith("Inconclusive: 7 steps of ")
 
@@ -92,6 +91,7 @@ LEVELS = "step:4 - critic/rewards/mean:0.5 - critic/rewards/max:1.0 - critic/rew
         (1, FAR.replace("'kl': 100.0", "'policy/approxkl_avg': 3.0"), "D14"),
         (1, FAR.replace("'kl': 100.0", "'clip_ratio/region_mean': 1.0"), "D12"),
         (1, LEVELS + "critic/advantages/max:0.000 - critic/advantages/min:0.000", "D33"),
+        (1, "step:4 - actor/entropy:0.5 - critic/advantages/max:0.0 - critic/advantages/min:0.0", None),
         (1, LEVELS.replace("max:1.0", "max:0.4"), "D45"),
         (4, [1.06, 1.16, 0.0, 0.0], "D18"),  # what Transformers prints for a loss that is not finite
         (3, [0.0, 0.0, 0.0], "D18"),

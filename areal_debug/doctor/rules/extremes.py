@@ -23,7 +23,8 @@ def statistics_contradict(run: Run) -> Alarm | None:
             steps, means, extremes = shared(mean.finite, other.finite)
             tolerance = mean.resolution + other.resolution + TOLERANCE * (np.abs(means) + np.abs(extremes))
             beyond = sign * (means - extremes) > tolerance
-            if not len(steps) or beyond.mean() < (1.0 if len(steps) < FEWEST_STEPS else MOST):
+            is_rare = not len(steps) or beyond.mean() <= MOST
+            if is_rare or (len(steps) < FEWEST_STEPS and not beyond.all()):
                 continue
             first = int(np.argmax(beyond))
             at, value = int(steps[first]), float(means[first])

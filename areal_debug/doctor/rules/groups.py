@@ -120,7 +120,7 @@ def only_reward(run: Run) -> float | None:
 def advantages_vanish(run: Run) -> Alarm | None:
     """D33: the spread of advantages, or of rewards, falls to a fraction of what it was."""
     series = spread_of(run)
-    is_zero = series.is_zero and not share_alike(run).holds(lambda value: value > MOST_ALIKE)  # else D22
+    is_zero = series.is_zero and share_alike(run).holds(lambda value: value <= MOST_ALIKE)  # else D22
     if is_solved(run) or not (is_zero or series.fell(VANISHED)):
         return None
     return alarm(

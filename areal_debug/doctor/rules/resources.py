@@ -29,7 +29,7 @@ def steps_get_slower(run: Run) -> Alarm | None:
         series,
         found=(
             f"{series.first:.3g} s a step at first, {series.last:.3g} s in the last {series.window} steps ({slower:.2f} times)"
-            + (f"; completions are {longer:.2f} times as long" if longer > 1.05 else "")
+            + (f", {longer:.2f} times by longer completions" if longer > 1.05 else "")
         ),
         since=begins,
         cost=f"{lost_s / 3600:.2g} h more than at the time a token took at first",
