@@ -12,21 +12,11 @@ import pytest
 from areal_debug import Recorder
 from recorder import RecordError, open_record, verify
 from recorder.testing import gatherers
+from tests.exports.given import FULL_SAMPLE
 from tests.recorder.ranks import on_ranks
 
-FULL = {
-    "prompt_tokens": [5, 6],
-    "completion_tokens": [7, 8, 9],
-    "loss_mask": [1, 0, 1],
-    "logprobs": [-0.5, -9.0, -1.5],
-    "reward": 1.0,
-    "group": "a",
-    "finish_reason": "length",
-    "versions": 3,
+FULL = FULL_SAMPLE | {
     "prompt": "2+2=",
-    "completion": "4",
-    "advantages": 0.75,
-    "old_logprobs": [0, 0, -0.25, -8.0, -1.25],
     "extras": {"routed_experts": np.arange(10, dtype=np.int32).reshape(5, 2)},
     "scores": {"format": 0.5, "length": None},
 }

@@ -17,17 +17,8 @@ from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import BroadcastUpdate
 from areal_debug.verbs.consistency import command as consistency
-
-from .sampled import (
-    check_interrupted_completions,
-    check_logprobs,
-    check_stop_tokens,
-    check_update_by_disk,
-    check_updates_by_broadcast,
-    check_updates_by_delta,
-    generate,
-    perturb,
-)
+from tests.rollout import sampled
+from tests.rollout.sampled import generate, perturb
 
 pytestmark = pytest.mark.sglang
 
@@ -45,7 +36,7 @@ def pool(sglang_server):
 
 
 def test_logprobs_are_those_of_transformers(pool, model):
-    check_logprobs(pool, model)
+    sampled.check_logprobs(pool, model)
 
 
 def test_the_consistency_verb_finds_no_difference(pool, tiny_model, tmp_path):
@@ -66,19 +57,19 @@ def test_the_consistency_verb_finds_no_difference(pool, tiny_model, tmp_path):
 
 
 def test_stop_tokens_end_a_completion_and_stay_in_it(pool):
-    check_stop_tokens(pool)
+    sampled.check_stop_tokens(pool)
 
 
 def test_an_update_by_disk_changes_the_weights_and_the_version(pool, model, tiny_model, tmp_path):
-    check_update_by_disk(pool, model, tiny_model, tmp_path)
+    sampled.check_update_by_disk(pool, model, tiny_model, tmp_path)
 
 
 def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
-    check_updates_by_broadcast(pool, model, 100_000)
+    sampled.check_updates_by_broadcast(pool, model, 100_000)
 
 
 def test_a_delta_has_the_changed_tensors_and_is_compared_as_a_whole(pool, model):
-    check_updates_by_delta(pool, model, 1)
+    sampled.check_updates_by_delta(pool, model, 1)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +83,7 @@ def test_a_delta_has_the_changed_tensors_and_is_compared_as_a_whole(pool, model)
 def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
     pool, model, tiny_model, tmp_path, mode, version
 ):
-    check_interrupted_completions(pool, model, tiny_model, tmp_path, mode, version)
+    sampled.check_interrupted_completions(pool, model, tiny_model, tmp_path, mode, version)
 
 
 @pytest.mark.parametrize("part", ["k_proj", "up_proj"])

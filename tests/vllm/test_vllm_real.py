@@ -26,18 +26,8 @@ from areal_core.servers.wire import is_alive, weight_version
 from areal_core.testing import make_tiny_model
 from areal_debug.verbs.consistency import command as consistency
 from consistency.entry.conform import conform
-
-from ..rollout.sampled import (
-    assert_sampled_by,
-    check_interrupted_completions,
-    check_logprobs,
-    check_stop_tokens,
-    check_update_by_disk,
-    check_updates_by_broadcast,
-    check_updates_by_delta,
-    generate,
-    perturb,
-)
+from tests.rollout import sampled
+from tests.rollout.sampled import assert_sampled_by, generate, perturb
 
 pytestmark = pytest.mark.long
 
@@ -87,7 +77,7 @@ def test_the_server_is_known_as_the_runs(pool, model_path):
 
 
 def test_logprobs_are_those_of_transformers(pool, model):
-    check_logprobs(pool, model)
+    sampled.check_logprobs(pool, model)
 
 
 def test_a_server_scores_given_tokens_as_transformers_does(pool, model):
@@ -125,26 +115,26 @@ def test_it_conforms_to_every_update_of_its_weights(pool, model_path):
 
 
 def test_stop_tokens_end_a_completion_and_stay_in_it(pool):
-    check_stop_tokens(pool)
+    sampled.check_stop_tokens(pool)
 
 
 def test_an_update_by_disk_changes_the_weights_and_the_version(pool, model, model_path, tmp_path):
-    check_update_by_disk(pool, model, model_path, tmp_path)
+    sampled.check_update_by_disk(pool, model, model_path, tmp_path)
 
 
 def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
-    check_updates_by_broadcast(pool, model, 1_000_000)
+    sampled.check_updates_by_broadcast(pool, model, 1_000_000)
 
 
 def test_a_delta_has_the_changed_tensors_and_is_compared_as_a_whole(pool, model):
-    check_updates_by_delta(pool, model, 1)
+    sampled.check_updates_by_delta(pool, model, 1)
 
 
 @pytest.mark.parametrize(("mode", "version"), [("abort", 10), ("retract", 11), ("in_place", 12)])
 def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
     pool, model, model_path, tmp_path, mode, version
 ):
-    check_interrupted_completions(pool, model, model_path, tmp_path, mode, version)
+    sampled.check_interrupted_completions(pool, model, model_path, tmp_path, mode, version)
 
 
 def test_weights_of_a_wrong_shape_are_refused_and_the_next_update_repairs_the_server(pool, model):

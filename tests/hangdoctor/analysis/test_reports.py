@@ -6,15 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.verbs.hang import command
+from tests.hangdoctor.analysis.test_records import WAITING
 
-WAITING = """Process {pid}: python train.py
-Python v3.11.7
-
-Thread {pid} (idle): "MainThread"
-    all_reduce (torch/distributed/distributed_c10d.py:2806)
-    step (train.py:60)
-    <module> (train.py:90)
-"""
 LEAVING = """Process {pid}: python train.py
 Python v3.11.7
 
