@@ -210,6 +210,11 @@ def their_replay(record: Record) -> str:
     return call if record.header.trainer == "trl" else ""
 
 
+def has_layouts_by_trl(record: Record, config: str | None) -> bool:
+    """Return whether TRL itself computes the layouts of a record: it does without options of ours."""
+    return record.header.trainer == "trl" and config is None
+
+
 def check_by_trl(record: Record, trainer: str | None = None) -> None:
     """Raise CannotReplay unless TRL was recorded while it trained, by `trainer` if it is given."""
     path, header = record.path, record.header

@@ -12,7 +12,7 @@ from areal_core.config.derived import num_given_servers
 from areal_core.config.experiment import BaseExperimentConfig, EvaluatorConfig, PPOConfig
 from areal_core.config.option import ROLLOUT_SECTIONS, Role
 from areal_core.config.presets import shown
-from areal_core.config.rules import broken_rules, rows_per_rank
+from areal_core.config.rules import ALL, broken_rules, rows_per_rank
 from areal_core.config.scheduling import specs_without_effect, strategies_without_effect, wrong_specs
 from areal_core.config.servers import ALL_LINEAR, server_options, serves_adapters
 from areal_core.config.train_engine import TrainEngineConfig
@@ -249,7 +249,7 @@ def servers_and_trainer_can_take_turns(config: PPOConfig) -> Iterator[str]:
     }
     if config.device != "cpu":  # where SGLang has no memory saver
         wrong["sglang.enable_memory_saver"] = (sglang.enable_memory_saver, True, "servers keep their memory")
-    for name in ("actor", "ref", "critic", "teacher", "reward_model"):
+    for name in ALL:
         model = getattr(config, name)
         if model is not None and not model.fsdp.offload_params:
             wrong[f"{name}.offload"] = (model.offload, True, "the model stays on the device")
@@ -269,7 +269,7 @@ def minibatches_have_rows(config: PPOConfig) -> Iterator[str]:
 
 
 def longest_sequence_fits(config: PPOConfig, role: Role) -> Iterator[str]:
-    models = {name: getattr(config, name) for name in ("actor", "ref", "critic", "teacher", "reward_model")}
+    models = {name: getattr(config, name) for name in ALL}
     limits: dict[str, int | None] = {}
     if config.allocation.has_servers:
         options = server_options(config, config.allocation)

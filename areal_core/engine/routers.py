@@ -135,8 +135,9 @@ class Routers:
             assert replayed is not None
             given = replayed[:, top_k:].int().view(torch.float32).gather(1, choice.order).to(weights)
             weights = torch.where(given.isnan(), weights, given)
-        bits = weights.detach().float().view(torch.int32)
-        self.kept[layer] = torch.cat([choice.chosen, bits.to(choice.chosen)], 1)
+        if self._keeps_weights:
+            bits = weights.detach().float().view(torch.int32)
+            self.kept[layer] = torch.cat([choice.chosen, bits.to(choice.chosen)], 1)
         return (*output[:place], weights, *output[place + 1 :])
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.server import Server
 from areal_core.servers.verification import sha256_of, words_hash
-from areal_core.servers.wire import ask_version
 
 
 class Delta:
@@ -37,10 +36,11 @@ class Delta:
         """Yield the tensors that a server may lack; at least the last one, which brings the version.
 
         Args:
+            pool: refreshed, so that a server which was restarted is known by its version.
             is_proved: whether the servers' checksums show that they hold a tensor of this name.
         """
         held, self._held = self._held, {}  # nothing is known until `commit`
-        known = all(held.get(server, "") == ask_version(server, pool.wire) for server in pool.servers)
+        known = all(held.get(server, "") == pool.versions.get(server) for server in pool.servers)
         self._is_anchor = not known or 0 < self.anchor_interval <= self._num_deltas
         before, self._sent = {} if self._is_anchor else self._sent, {}
         left_out, has_sent = list[tuple[str, Tensor]](), False

@@ -91,6 +91,7 @@ class ServerPool:
         ask_timeout_s: float = ASK_TIMEOUT_S,
     ) -> None:
         self.servers = list(servers)
+        self.versions: dict[Server, str | None] = {}  # of the weights, at the last refresh
         self.wire = wire
         self.timeout_s = timeout_s
         self.ask_timeout_s = ask_timeout_s
@@ -212,7 +213,7 @@ class ServerPool:
         if not is_again:
             self._left_out.clear()
         known = self._discovery.servers()
-        answers = dict(zip(known, self._queries.map(self._ask_version, known), strict=True))
+        self.versions = answers = dict(zip(known, self._queries.map(self._ask_version, known), strict=True))
         for server in known:
             if answers[server] is None and not is_reachable(server, CONNECT_S):
                 self._discovery.forget(server)

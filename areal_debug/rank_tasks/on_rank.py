@@ -91,9 +91,10 @@ def run_layouts_of_step(**given: Any) -> Report:
     """Compute a step in several layouts; of TRL's record without `config` by TRL's own trainer."""
     from recorder import open_record
     from replayer.invariance import run_layouts
+    from replayer.preconditions import has_layouts_by_trl
 
     record, step = open_record(given.pop("record")), given["step"]
-    if record.header.trainer != "trl" or given["config"] is not None:
+    if not has_layouts_by_trl(record, given["config"]):
         return run_layouts(record.path, **given).to_dict()
     from replayer.trl import one_step
 

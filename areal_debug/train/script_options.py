@@ -14,6 +14,7 @@ from typing import Any
 
 from areal_core.config import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from areal_core.config.import_paths import replacements
+from areal_core.config.rules import ALL
 from areal_core.errors import ConfigError
 from areal_debug.installation import EXAMPLES
 
@@ -156,9 +157,7 @@ def check_imports(script: Path) -> None:
 
 def check_model_folders(config: PPOConfig) -> None:
     """Raise ConfigError for a model that is not in a folder which is here: no name on the hub."""
-    models = {
-        name: getattr(config, name, None) for name in ("actor", "ref", "critic", "teacher", "reward_model")
-    }
+    models = {name: getattr(config, name, None) for name in ALL}
     paths = {f"{name}.path": model.path for name, model in models.items() if model is not None}
     for option, path in (paths | {"tokenizer_path": config.tokenizer_path}).items():
         folder = Path(path).expanduser()

@@ -182,13 +182,13 @@ def opened_for(path: str, config: str | None, layouts: bool = False) -> "Record"
     """Open a record that can be replayed with these options, in `layouts` also by TRL itself."""
     from areal_debug.replay.report import note_cut
     from recorder import open_record
-    from replayer.preconditions import check_options
+    from replayer.preconditions import check_options, has_layouts_by_trl
 
     record = open_record(path)
     note_cut(record)
     if config is not None and record.header.trainer is None:
         fail("--config is for records of other trainers: change options of this one as OPTION=VALUE")
-    if not layouts or config is not None or record.header.trainer != "trl":
+    if not (layouts and has_layouts_by_trl(record, config)):
         check_options(record, config)
     return record
 
@@ -354,6 +354,7 @@ def examine_step(
         check_steps_present,
         check_values,
         exact_summation,
+        has_layouts_by_trl,
         step_range,
     )
     from replayer.request import replay_config
@@ -370,7 +371,7 @@ def examine_step(
     given["virtual"] = exact_summation(record, num_ranks, f"--{kind}")
     announce(f"explaining step {step} of {record.path}")
     with replay_ranks() as ranks:
-        if kind == "layouts" and config is None and record.header.trainer == "trl":
+        if kind == "layouts" and has_layouts_by_trl(record, config):
             check_by_trl(record, "GRPOTrainer")
             check_model(record, model or record.header.model["path"], step)
         else:

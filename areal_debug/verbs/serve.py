@@ -139,9 +139,10 @@ def show_status(port: int, of_all: bool, as_json: bool) -> NoReturn:
 
     from areal_debug.report.terminal import print_answer
     from areal_debug.serve.report import document_of_all, report_of_all, status_of, verdict_of
+    from areal_debug.serve.state import known_servers
 
-    known = servers_at(port)
-    states = known if of_all or port else [state for state in known if state.folder == os.getcwd()]
+    known = [one for one in known_servers() if port in (0, int(one.address.rpartition(":")[2]))]
+    states = known if of_all or port else of_this_folder(known)
     with ThreadPoolExecutor() as threads:
         statuses = list(threads.map(status_of, states))
     print_answer(
@@ -155,7 +156,7 @@ def stop_servers(named: list[str], stops_all: bool, as_json: bool) -> NoReturn:
     from areal_debug.serve.state import known_servers, stop_keeper
 
     known = known_servers()
-    states = known if stops_all else [state for state in known if state.folder == os.getcwd()]
+    states = known if stops_all else of_this_folder(known)
     if named:  # addresses or ports
         by_name = {
             name: state for state in known for name in (state.address, state.address.rpartition(":")[2])
@@ -177,10 +178,8 @@ def stop_servers(named: list[str], stops_all: bool, as_json: bool) -> NoReturn:
     raise SystemExit(0 if states else 1)
 
 
-def servers_at(port: int) -> "list[ServerState]":
-    from areal_debug.serve.state import known_servers
-
-    return [state for state in known_servers() if port in (0, int(state.address.rpartition(":")[2]))]
+def of_this_folder(known: "list[ServerState]") -> "list[ServerState]":
+    return [state for state in known if state.folder == os.getcwd()]
 
 
 def report(as_json: bool, text: str) -> None:

@@ -21,20 +21,19 @@ NOISE_FACTOR = 4.0
 
 @dataclass(frozen=True)
 class ModelPass:
-    """A model in float64 and in float32; `routers` of each, where the run replayed its experts."""
+    """A model in float64 and in float32, each with its routers where the run replayed experts."""
 
-    models: tuple[Any, Any]
-    routers: tuple[Routers, Routers] | tuple[None, None]
+    models: tuple[tuple[Any, Routers | None], tuple[Any, Routers | None]]
     temperature: float
 
     def logprobs(self, rows: StepRows) -> tuple[Floats, float]:
         """Return the log-probs of all rows, [N, T], and the noise of float32."""
         found = []
-        for model in (0, 1):
+        for model, routers in self.models:
             matrix = np.zeros(rows.mask.shape)
             with torch.no_grad():
                 for row in range(len(matrix)):
-                    logprobs = self.row(model, rows, row)
+                    logprobs = self.row(model, routers, rows, row)
                     matrix[row, : len(logprobs)] = logprobs.double().numpy()
             found.append(np.where(rows.mask, matrix, 0.0))
         exact, rounded = found
@@ -43,23 +42,23 @@ class ModelPass:
     def norm(self, rows: StepRows, update: Update, gradient: Tensor) -> tuple[float, float]:
         """Return the norm of a gradient, given [n, T] by log-probs, and the noise of float32."""
         norms = []
-        for number_of_model, model in enumerate(self.models):
+        for model, routers in self.models:
             model.zero_grad()
             for number, row in enumerate(update.rows.tolist()):
                 if gradient[number].any():
-                    logprobs = self.row(number_of_model, rows, row)
+                    logprobs = self.row(model, routers, rows, row)
                     logprobs.backward(gradient[number, : len(logprobs)].to(logprobs.dtype))
             squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
             norms.append(float(torch.stack(squares).sum().sqrt()) if squares else 0.0)
         exact, rounded = norms
         return exact, NOISE_FACTOR * abs(exact - rounded) + exact * (2 * rows.noise + 64 * UNIT)
 
-    def row(self, model: int, rows: StepRows, row: int) -> Tensor:
-        """Return the log-probs of a row's tokens but the first, of one of the models."""
+    def row(self, model: Any, routers: Routers | None, rows: StepRows, row: int) -> Tensor:
+        """Return the log-probs of a row's tokens but the first."""
         tokens = torch.from_numpy(rows.input_ids[row, : rows.lengths[row]])[None]
-        if (routers := self.routers[model]) is not None and rows.experts is not None:
+        if routers is not None and rows.experts is not None:
             routers.replay(torch.from_numpy(rows.experts[row, : rows.lengths[row]]), tokens.device)
-        logits = self.models[model](input_ids=tokens, use_cache=False).logits[0, :-1] / self.temperature
+        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1] / self.temperature
         chosen = logits.gather(1, tokens[0, 1:, None])[:, 0]
         logprobs: Tensor = chosen - logits.logsumexp(1)
         return logprobs
@@ -71,11 +70,10 @@ def load_pass(path: str, temperature: float, *, replays_experts: bool = False) -
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    models = [
+    exact, rounded = (
         AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
         for dtype in (torch.float64, torch.float32)
-    ]
-    exact, rounded = models
+    )
     exact.set_experts_implementation("eager")  # the grouped kernels have no float64
-    routers = (Routers(exact), Routers(rounded)) if replays_experts else (None, None)
-    return ModelPass((exact, rounded), routers, temperature)
+    first, second = ((model, Routers(model) if replays_experts else None) for model in (exact, rounded))
+    return ModelPass((first, second), temperature)
