@@ -44,13 +44,16 @@ GIVEN = (
 )
 
 
-@dataclass(frozen=True)
+NOTHING: Mapping[str, Any] = {}  # shared: each container of a sample makes the next collection come sooner
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One sequence of T tokens, prompt and completion. What is None is not known.
 
     Attributes:
         tokens: [T] int32; None: there is text alone, or values per token of unknown tokens.
-        loss_mask: [T] int32, 1 on tokens that are trained on.
+        loss_mask: [T] int32 or bool, 1 on tokens that are trained on.
         logprobs: [T] float32 of the engine, in nats; NaN for single tokens that are not known. Read
             where `loss_mask` is 1, as `versions`.
         reward: one scalar.
@@ -116,8 +119,9 @@ def parse_sample(given: Any, where: str) -> Sample:
     if "loss_mask" in values:
         mask = rows.array("loss_mask", values["loss_mask"], np.int32)
     elif tokens is not None and prompt_length is not None:
-        mask = np.ones(len(tokens), np.int32)
-        mask[:prompt_length] = 0
+        mask = np.ones(len(tokens), bool)
+        mask[:prompt_length] = False
+    learning = values.get("learning", {}) | {name: values[name] for name in LEARNING.keys() & values.keys()}
     sample = Sample(
         tokens=tokens,
         loss_mask=mask,
@@ -129,15 +133,15 @@ def parse_sample(given: Any, where: str) -> Sample:
         prompt_length=prompt_length,
         text=text_of(values, where),
         learning={
-            LEARNING.get(name, name): rows.array(name, item, np.float32)
-            for name, item in (values.get("learning", {}) | values).items()
-            if name in LEARNING or name in values.get("learning", {})
-        },
-        extras={name: rows.extra(name, value) for name, value in values.get("extras", {}).items()},
+            LEARNING.get(name, name): rows.array(name, item, np.float32) for name, item in learning.items()
+        }
+        or NOTHING,
+        extras={name: rows.extra(name, value) for name, value in values.get("extras", {}).items()} or NOTHING,
         scores={
             str(name): None if value is None else number(value, f"{where}, score {name}")
             for name, value in values.get("scores", {}).items()
-        },
+        }
+        or NOTHING,
         images=pictures_of(values.get("images", ()), where),
     )
     if not isinstance(sample.group, Hashable):
