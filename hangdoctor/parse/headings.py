@@ -21,7 +21,8 @@ from hangdoctor.parse.location import ROLES
 MAX_RANKS = 200_000
 Whose = Literal["named", "everybody", "others"]
 
-PROCESS = re.compile(r"^Process (\d+)(?::[ \t]*(.*))?$", re.M)
+# of py-spy, and of `ray stack` before a row of `ps aux`
+PROCESS = re.compile(r"^(?:Process|Stack dump for \S+) +(\d+)(?:(?:: *|  *[\d.]+ .*\d:\d\d +)(.*))?$", re.M)
 ROLE_WORDS = "|".join(sorted((role for role in ROLES if role not in ("train", "ref")), key=len, reverse=True))
 NUMBERS = r"[\[({]?(\d[\d ,.\-–&]*(?:(?:and|to|through) \d+)?)[\])}]?"
 WORDS_BEFORE = (
@@ -39,6 +40,8 @@ RANKS = re.compile(
 )
 # `# rank 3 waits for the save`, `rank 3 is here:`
 SAID_RANKS = re.compile(rf"(?<!node[-_ ])(?<!machine[-_ ])\branks?[ _:=#\-]*{NUMBERS}", re.IGNORECASE)
+# `py-spy shows all 8 TP ranks in one place:`
+SAID_COUNT = re.compile(r"\ball (\d{1,6}) (?:\w+ )?(?:ranks|processes|workers|gpus)\b", re.IGNORECASE)
 ABOUT_RANKS = re.compile(r"\b(?:ranks?|process(?:es)?|workers?|gpus?)\b", re.IGNORECASE)
 # `on node-3 (rank 24-31) py-spy shows`, `while ranks 0-7 are here`: prose that leads to frames
 LEADS_IN = re.compile(
@@ -201,6 +204,8 @@ def named_header(bare: str, said: bool) -> Section | None:
     if OTHERS.match(bare) and said:
         return Section(whose="others", headed=True)
     if said and ABOUT_RANKS.search(bare) and not COUNTED.match(bare) and not LOGGED.search(bare):
+        if match := SAID_COUNT.search(bare):
+            return Section(count=min(int(match[1]), MAX_RANKS), headed=True)
         match = SAID_RANKS.search(bare)
         return Section(numbers_in(match[1]) if match else (), headed=True)
     return None

@@ -58,7 +58,7 @@ def parse_stacks_text(text: str) -> list[Section]:
     """
     text = ANSI.sub("", text).replace("\r\n", "\n")
     plain = PROCESS.match(text)
-    if plain is None or len(re.findall(r"^Process \d", text, re.M)) > 1:
+    if plain is None or len(PROCESS.findall(text)) > 1:
         return parse_any(text)
     pid = plain[1]
     shape = THREAD_ID.sub(lambda m: f"Thread {1 if m[1] == pid else 0} (", text[plain.end() :])

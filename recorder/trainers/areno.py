@@ -36,7 +36,6 @@ NOTES = (BY_PROMPT, NO_VERSIONS_OR_REASONS, NO_WEIGHTS)
 
 
 def find(source: Source) -> list[Path]:
-    """Return the files of steps."""
     return source.named(FILES) if any(first_row(f).keys() >= MEMBERS for f in source.named(FILES)) else []
 
 

@@ -148,7 +148,6 @@ def recorded_row(row: dict[str, Any], where: str) -> Sample:
 
 
 def find(source: Source) -> list[Path]:
-    """Return the files of training steps."""
     return source.named(TRAIN_FILE)
 
 

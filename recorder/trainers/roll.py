@@ -41,7 +41,6 @@ COLUMNS = {
 
 
 def find(source: Source) -> list[Path]:
-    """Return the files of training steps."""
     return source.named(FILES)
 
 

@@ -170,7 +170,6 @@ def recorded_rows(batch: Any, advantages: Any, generated: Mapping[str, Sequence[
 
 
 def find(source: Source) -> list[Path]:
-    """Return the files of the steps."""
     return source.named(FILES)
 
 

@@ -32,7 +32,6 @@ LINES = r".*\.jsonl"
 
 
 def find_areal(source: Source) -> list[Path]:
-    """Return the files of tasks."""
     files = source.named(LINES, r"-?\d+")
     return with_cut_off([file for file in files if first_row(file).keys() >= AREAL], files, is_cut_line, 2)
 
@@ -59,7 +58,6 @@ def areal_row(row: Mapping[str, Any]) -> Sample:
 
 
 def find_verl(source: Source) -> list[Path]:
-    """Return the files of steps."""
     files = source.named(r"\d+\.jsonl")
     return with_cut_off([file for file in files if first_row(file).keys() >= VERL], files, is_cut_line)
 
@@ -79,7 +77,6 @@ def verl_row(row: Mapping[str, Any]) -> Sample:
 
 
 def find_roll(source: Source) -> list[Path]:
-    """Return the files of steps."""
     return source.named(r"rollout_dump_data\.step_\d+\.jsonl")
 
 

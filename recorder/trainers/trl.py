@@ -40,7 +40,6 @@ SEVERAL = (
 
 
 def find(source: Source) -> list[Path]:
-    """Return the files of steps."""
     return source.named(FILES)
 
 

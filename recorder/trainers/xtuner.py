@@ -39,7 +39,6 @@ EXPERTS = "routed experts are in Ray's memory or in other files, and not importe
 
 
 def find(source: Source) -> list[Path]:
-    """Return the files of the steps."""
     return source.named(FILES)
 
 
