@@ -2,7 +2,7 @@
 
     python -m benchmarks.search_agent [--seeds 2] [--steps 20]
 
-Writes docs/search_agent.json, the curves, search_agent.svg, and the table of agents.md;
+Writes docs/search_agent.json, the curves, search_agent.svg, and the table of verbs/agent.md;
 tests/agent/test_search_agent.py trains seed 1. SFT on demonstrations, whose queries often miss a
 word, teaches the form of tool calls; GRPO then sees only whether the last message is right.
 """
@@ -226,10 +226,10 @@ def table(trained: list[dict[str, Any]]) -> str:
 
 
 def draw(trained: list[dict[str, Any]], page: str) -> dict[str, str]:
-    """Return the documents by file name; `page` is docs/agents.md with any table."""
+    """Return the documents by file name; `page` is docs/verbs/agent.md with any table."""
     return {
         "search_agent.svg": picture([one["curve"] for one in trained]),
-        "agents.md": re.sub(r"\| seed .*?(?=\n\n)", lambda _: table(trained), page, flags=re.DOTALL),
+        "verbs/agent.md": re.sub(r"\| seed .*?(?=\n\n)", lambda _: table(trained), page, flags=re.DOTALL),
     }
 
 
@@ -243,7 +243,7 @@ def main() -> None:
         trained.append({"seed": seed, "cpu_s": round(time.process_time() - began), "curve": curve})
         print(trained[-1], flush=True)
     (DOCS / "search_agent.json").write_text(json.dumps(trained).replace('{"seed"', '\n{"seed"') + "\n")
-    for file, text in draw(trained, (DOCS / "agents.md").read_text()).items():
+    for file, text in draw(trained, (DOCS / "verbs/agent.md").read_text()).items():
         (DOCS / file).write_text(text)
 
 

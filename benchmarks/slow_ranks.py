@@ -6,7 +6,7 @@ Each case is a cause in a tiny DDP job that torchrun starts with gloo on this ma
 step is mostly sleeps in the calls in which a real job spends its time (dataset, module, backward
 hook, checkpoint, request to an engine), so that 8 ranks fit on 2 cores; garbage collection, page
 faults, stops and the GIL are real. Nothing is installed in the job. The healthy jobs must not be
-accused. The table of docs/slow_ranks.md is made of its output.
+accused. The table of docs/verbs/trace.md is made of its output.
 """
 
 import json

@@ -1,40 +1,23 @@
-"""Write the skills for coding assistants from the pages of symptoms, whose steps they are.
+"""Write into each skill which tools of `areal-debug mcp` answer the commands of its steps.
 
-    python docs/skills.py
-
-A page has a section "Steps for a coding agent" below a comment with the skill's name and when to
-use it. The skill adds which tools of `areal-debug mcp` answer the commands of its steps.
+python docs/skills.py
 """
 
 import re
 import shlex
-from pathlib import Path
 from textwrap import fill
 
 from areal_debug.mcp.tools import TOOLS, Tool
-from areal_debug.skills import FOLDER
+from areal_debug.skills import FOLDER, shipped_skills
 
-PAGES = Path(__file__).parent / "symptoms"
-SECTION = re.compile(
-    r"<!-- skill: (?P<name>[a-z-]+)\n(?P<description>.*?) -->\n\n## Steps for a coding agent\n\n"
-    r"(?P<steps>.*?)\n(?=\n## |\nMore: |\Z)",
-    re.DOTALL,
-)
 COMMAND = re.compile(r"areal-debug [a-z][^`\n]*")
+NOTE = "If you have the tools of `areal-debug mcp`"
 
 
 def skills() -> dict[str, str]:
-    """Return the text of each skill by its name."""
-    return dict(skill_of(page.read_text()) for page in sorted(PAGES.glob("*.md")))
-
-
-def skill_of(page: str) -> tuple[str, str]:
-    """Return name and text of the skill of a page."""
-    section = SECTION.search(page)
-    assert section is not None, "the page has no section with the steps of a skill"
-    title, steps = page.splitlines()[0], section["steps"]
-    front = f"---\nname: {section['name']}\ndescription: {' '.join(section['description'].split())}\n---\n"
-    return section["name"], f"{front}\n{title}\n\n{steps}\n{server_note(steps)}"
+    """Return the text of each skill by its name: its steps, and the tools that answer them."""
+    steps = {skill.name: skill.text.partition(f"\n{NOTE}")[0] for skill in shipped_skills()}
+    return {name: text + server_note(text) for name, text in steps.items()}
 
 
 def server_note(steps: str) -> str:
@@ -42,7 +25,7 @@ def server_note(steps: str) -> str:
     commands = [shlex.split(command)[1:] for command in COMMAND.findall(steps)]
     tools = [tool for tool in TOOLS.values() if any(answers(tool, command) for command in commands)]
     lines = [
-        "If you have the tools of `areal-debug mcp`, call them in place of these commands, and follow",
+        f"{NOTE}, call them in place of these commands, and follow",
         "the calls in `next` of each result:",
         "",
         *(fill(f"- `{tool.name}`: {tool.about}", 100, subsequent_indent="  ") for tool in tools),

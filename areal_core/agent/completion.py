@@ -28,7 +28,7 @@ from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 
 # Options of which the reported logprobs depend; top_p and top_k cut after them.
 LAW_OF_LOGPROBS = ("temperature", "frequency_penalty", "min_new_tokens")
-LAW_WARNING = "the samples are not those of the policy itself (docs/agents.md)"
+LAW_WARNING = "the samples are not those of the policy itself (docs/agent_proxy.md)"
 LAW = (*LAW_OF_LOGPROBS, "greedy", "top_p", "top_k")
 
 

@@ -301,7 +301,7 @@ RULES = (
          "scores of random weights are no rewards: set it to false", ("reward_model",), PPOConfig),
     Rule("actor.dynamic_sampling", lambda c, m: c.actor.dynamic_sampling,
          "reward_model is given, and groups are dropped by the workflow's own rewards, before the reward model scores "
-         "them: set the first to false, or score in the workflow (docs/reward_models.md)", ("reward_model",), PPOConfig),
+         "them: set the first to false, or score in the workflow (docs/verbs/reward.md)", ("reward_model",), PPOConfig),
     Rule("scheduler.reward_model_service_url scheduler.reward_model_path",
          lambda c, m: c.scheduler.reward_model_path
          and not c.scheduler.reward_model_service_url.startswith(("http://", "https://")),

@@ -120,7 +120,7 @@ class VLLMWire(Wire):
         except (MalformedReply, RuntimeError) as error:
             raise WrongServer(
                 f"{server.address} is not a vLLM server that this version can use ({error}); let the run start it, with "
-                "vllm:dN in its allocation (docs/vllm.md)"
+                "vllm:dN in its allocation (docs/verbs/serve.md)"
             ) from error
 
     def pause(self, mode: str) -> Call:

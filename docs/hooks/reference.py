@@ -55,10 +55,10 @@ API = (
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add one generated file for each page, in place of the one that a checkout has."""
+    """Add one generated file for each page, in place of the page that a checkout has for all."""
+    if (of_checkout := files.get_file_from_path("reference.md")) is not None:
+        files.remove(of_checkout)
     for name, page in PAGES.items():
-        if (of_checkout := files.get_file_from_path(f"reference/{name}.md")) is not None:
-            files.remove(of_checkout)
         files.append(File.generated(config, f"reference/{name}.md", content=page()))
     return files
 

@@ -27,6 +27,8 @@ PAGES = {
 ELSEWHERE = {"recorder/FORMAT.md": "reference/format.md", "README.md": "index.md"}
 SITE = PAGES | ELSEWHERE
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)")
+# A heading of docs/reference.md, which is a page of the site.
+REFERENCE = re.compile(r"(?<=\]\()([./]*reference)\.md#(\w+)(?=\))")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -52,7 +54,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link[1]
         return relpath(page_of(path), PurePosixPath(uri).parent) if (ROOT / path).exists() else link[1]
 
-    return LINK.sub(rewritten, markdown)
+    verb = f"#areal-debug-{PurePosixPath(uri).stem}" if uri.startswith("verbs/") else ""
+
+    def of_reference(link: re.Match[str]) -> str:
+        return f"{link[1]}/{link[2]}.md{verb if link[2] == 'cli' else ''}"
+
+    return REFERENCE.sub(of_reference, LINK.sub(rewritten, markdown))
 
 
 def target(name: str, link: str) -> str:

@@ -13,7 +13,7 @@ from areal_debug.cli import main
 from benchmarks import upstream_names
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "coming_from_areal.md").read_text().partition("{ #areal-guides }")[0]
+PAGE = (ROOT / "docs" / "coming_from_areal.md").read_text().partition("## AReaL's guides")[0]
 KNOWN = {
     name: commits.split()
     for line in (Path(__file__).parent / "upstream_names.txt").read_text().splitlines()

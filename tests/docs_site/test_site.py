@@ -29,8 +29,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_verb_has_a_page_and_no_other() -> None:
-    assert {page.stem for page in VERB_PAGES.glob("*.md")} == {*VERBS, "index"}
+def test_every_verb_has_a_page_with_its_name_in_a_heading_and_no_other() -> None:
+    listed = dict(re.findall(r"^\| \[(\w+)\]\(([^)#]+)", (VERB_PAGES / "index.md").read_text(), re.MULTILINE))
+    assert set(listed) == set(VERBS)
+    for verb, page in listed.items():
+        assert re.search(rf"^#.* `areal-debug {verb}`", (VERB_PAGES / page).read_text(), re.MULTILINE), verb
+    assert {page.name for page in VERB_PAGES.glob("*.md")} - {"index.md"} <= set(listed.values())
 
 
 @pytest.mark.long

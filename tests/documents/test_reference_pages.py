@@ -1,13 +1,14 @@
 """Each option, verb, label, cause, finding and quantity has an entry in the reference pages."""
 
 import dataclasses
-import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 import typing
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,11 +16,7 @@ from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig
 from hangdoctor.model import Label
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("reference_hook", ROOT / "docs/hooks/reference.py")
-assert spec is not None
-assert spec.loader is not None
-reference = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference)
+reference = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/hooks/reference.py")))
 ANCHORED = ("options", "cli", "labels", "causes", "findings", "metrics", "probes")
 
 
@@ -31,6 +28,11 @@ def ids_in(folder: str, pattern: str) -> set[str]:
     """Ids that stand alone in quotes in the code that reports them."""
     files = (ROOT / folder).rglob("*.py")
     return {id.lower() for file in files for id in re.findall(rf'"({pattern})"', file.read_text())}
+
+
+def test_a_checkout_has_a_heading_for_each_page() -> None:
+    headings = re.findall("^## (.+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    assert {heading.lower() for heading in headings} == set(reference.PAGES)
 
 
 @pytest.mark.parametrize("name", ANCHORED)

@@ -30,8 +30,8 @@ END = re.compile(r"\|{1,2}|&&?|;|\d?[<>].*")
 OPTIONS = {option.name for cls in KINDS.values() for option in options_of(cls)}
 SECTIONS = "|".join({name.partition(".")[0] for name in OPTIONS if "." in name})
 DOTTED = re.compile(rf"(?<![\w./-])(?:{SECTIONS})(?:\.[a-z_0-9]+)+(?![\w.*(/{{])")
-# Documents that name options of another project or of an earlier version.
-OTHER_OPTIONS = {Path("CHANGELOG.md"), Path("docs/upstream_configs.md")}
+# A document that names options of earlier versions.
+OTHER_OPTIONS = {Path("CHANGELOG.md")}
 
 
 def commands_in_blocks(text: str) -> list[str]:

@@ -29,7 +29,7 @@ def run(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.stdout
 
 
-def test_a_skill_is_what_its_page_generates():
+def test_a_skill_names_the_tools_that_answer_its_commands():
     generator = runpy.run_path(str(ROOT / "docs/skills.py"))
     shipped = {skill.name: skill.text for skill in shipped_skills()}
     assert generator["skills"]() == shipped, "run: python docs/skills.py"

@@ -2,7 +2,7 @@
 
 A field that no table of request_fields.toml has is refused, so nothing is ignored silently. A table
 names nested fields ("tool_choice.type") where the parser reads an object field by field; the
-contents of other fields (messages, metadata) belong to the field. `docs/agents.md` shows them.
+contents of other fields (messages, metadata) belong to the field. `docs/agent_proxy.md` shows them.
 
 Fields that change what is sampled are all honoured. Where the sampling differs from the run's
 `gconfig`, tokens get the log-probs of the model itself (`Sampling.model_logprobs`), which are those
