@@ -29,7 +29,7 @@ from hangdoctor.parse import location
 from hangdoctor.parse.endings import Ended, endings_of
 from hangdoctor.parse.job_log import Text, read_job_log
 from hangdoctor.parse.location import ProcessName, coordinates_in, parse_name, role_in
-from hangdoctor.parse.logs import parse_log, watchdog_records, watchdog_timeouts
+from hangdoctor.parse.logs import parse_log, running_records, watchdog_records, watchdog_timeouts
 
 
 def merge_native(threads: tuple[Thread, ...], natives: tuple[Thread, ...]) -> tuple[Thread, ...]:
@@ -104,7 +104,7 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
         expected=expected_ranks(reading, listed.values(), dumps, world_size, ended),
         absent=absent_processes(reading, listed.values()),
         num_samples=max((dump.sample + 1 for dump in dumps), default=0),
-        records=tuple(reading.records) or watchdog_records(reading.logs),
+        records=tuple(reading.records) or watchdog_records(reading.logs) or running_records(reading.logs),
         ras=tuple(reading.ras),
         logs=tuple(replace(log, lines=tuple(map(mask.text, log.lines))) for log in reading.logs),
         errors=tuple(

@@ -71,7 +71,7 @@ EVERYBODY = re.compile(
 )
 OTHERS = re.compile(
     r"^(?:on )?(?:(?:all|every)(?: of)?(?: the)? |the )?(?:other|remaining|rest)(?:s| of)?(?: the)?"
-    r"(?: (?:ranks?|processes|gpus?|workers?))?(?: ?\([^()]*\)| (?:are|show|wait).{0,40})?$",
+    r"(?: (?:ranks?|processes|gpus?|workers?))?(?: ?\([^()]*\)| (?:are|show|wait|in|at).{0,40})?$",
     re.IGNORECASE,
 )
 PID = re.compile(r"^(?:pid|process id)[ :=#]*(\d{1,9})(?: ?\([^()]*\))?$", re.IGNORECASE)
@@ -201,7 +201,7 @@ def named_header(bare: str, said: bool) -> Section | None:
         return Section(pid=int(match[1]), headed=True)
     if EVERYBODY.match(bare) and (said or len(bare) < 40):
         return Section(whose="everybody", headed=True)
-    if OTHERS.match(bare) and said:
+    if OTHERS.match(bare) and (said or len(bare) < 40):
         return Section(whose="others", headed=True)
     if said and ABOUT_RANKS.search(bare) and not COUNTED.match(bare) and not LOGGED.search(bare):
         if match := SAID_COUNT.search(bare):

@@ -16,6 +16,7 @@ from functools import lru_cache
 from hangdoctor.frames import of_launcher
 from hangdoctor.model import CollectiveRecord, Frame, Thread
 from hangdoctor.parse.headings import numbers_in
+from hangdoctor.parse.logs import FINGERPRINT, fingerprint_record
 from hangdoctor.parse.stacks_text import ANSI, PREFIX, read_sections, writer_of
 from hangdoctor.tables import message, messages
 
@@ -57,7 +58,6 @@ STOPPED = message("job_log", "stopped")
 NAMED = messages("job_log", "named")
 JOINED = messages("job_log", "joined")
 STALLED = message("job_log", "stalled")
-FINGERPRINT = message("job_log", "fingerprint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,20 +401,10 @@ def fingerprints(text: str) -> list[CollectiveRecord]:
     """Return the operations that ranks compared before they ran them: different ones are one call
     of each rank, whatever their numbers.
     """
-    found = {m["rank"]: m for m in FINGERPRINT.finditer(text)}
+    found = {int(m["rank"]): m for m in FINGERPRINT.finditer(text) if m["rank"]}
     last = max((int(m["seq"] or 0) for m in found.values()), default=0)
     one = len({m["op"] for m in found.values()}) == 1
     return [
-        CollectiveRecord(
-            int(rank),
-            "default",
-            m["op"].lower(),
-            int(m["seq"] or 0) if one else last,
-            False,
-            "started",
-            (tuple(int(n) for n in re.findall(r"\d+", m["shape"])),) if m["shape"] is not None else (),
-            input_dtypes=(m["dtype"],) if m["dtype"] else (),
-            source="fingerprint",
-        )
+        fingerprint_record(m, rank, int(m["seq"] or 0) if one else last, "fingerprint")
         for rank, m in found.items()
     ]

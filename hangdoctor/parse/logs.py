@@ -20,6 +20,9 @@ RELEVANT = message("logs", "relevant")
 WATCHDOG = message("logs", "watchdog")
 # Follows a time-out: how far this rank has come in the group.
 PROGRESS = message("logs", "progress")
+FINGERPRINT = message("job_log", "fingerprint")
+RUNNING = "log of collectives"
+LOGGED = ("watchdog", RUNNING)  # what ranks wrote themselves: a line may be missing, and the group of it
 TIME_OUTS = ("Watchdog caught collective operation timeout", "detected by watchdog at work", "blocking wait.")
 # A pager or a mail breaks the watchdog's line before these words.
 WRAPPED = re.compile(r"WorkNCCL\(|by watchdog at work:|last (?:enqueued|completed) (?:NCCL )?work:")
@@ -60,9 +63,7 @@ def has_timeouts(text: str) -> bool:
 
 
 def watchdog_timeouts(log: LogTail) -> list[tuple[int, int, str]]:
-    """Return (rank, sequence number, operation) of each time-out that the NCCL watchdog wrote into
-    a log; torch before 1.13 wrote no number, which is 0 here.
-    """
+    """Return (rank, number, operation) of each time-out; torch before 1.13 wrote no number, here 0."""
     matches = (WATCHDOG.search(line) for line in log.lines)
     return [(written_by(m, log), number_of(m), m["op"].lower()) for m in matches if m]
 
@@ -117,6 +118,28 @@ def watchdog_records(logs: Iterable[LogTail]) -> tuple[CollectiveRecord, ...]:
         if all(0 <= enqueued[(group, rank)] < top for rank in late):
             comparable += ranks.values()
     return tuple(comparable)
+
+
+def running_records(logs: Iterable[LogTail]) -> tuple[CollectiveRecord, ...]:
+    """Return the collectives that ranks logged before they ran them; the group is not known."""
+    matches = [match for log in logs for line in log.lines if (match := FINGERPRINT.search(line))]
+    found = {(int(m["logged"]), int(m["seq"] or 0)): m for m in matches if m["logged"]}
+    return tuple(fingerprint_record(m, *of, RUNNING) for of, m in found.items())
+
+
+def fingerprint_record(match: re.Match[str], rank: int, number: int, source: str) -> CollectiveRecord:
+    shape, dtype = match["shape"], match["dtype"]
+    return CollectiveRecord(
+        rank,
+        "unnamed" if source == RUNNING else "default",
+        match["op"].lower(),
+        number,
+        False,
+        "started",
+        (tuple(int(n) for n in re.findall(r"\d+", shape)),) if shape is not None else (),
+        input_dtypes=(dtype,) if dtype else (),
+        source=source,
+    )
 
 
 def completed_by_others(logs: Iterable[LogTail]) -> tuple[int, int, int] | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hangdoctor.case import Case, Process
 from hangdoctor.graph import Graph, rank_ranges, same_place
 from hangdoctor.model import CollectiveRecord, Confidence, Evidence, Kind, NextStep, Rank
-from hangdoctor.parse.logs import first_match, watchdog_timeouts
+from hangdoctor.parse.logs import LOGGED, first_match, watchdog_timeouts
 from hangdoctor.recorded_operations import behind_by_ras
 from hangdoctor.rules.verdict import (
     Verdict,
@@ -135,7 +135,7 @@ def from_records(case: Case) -> Verdict | None:
     return make_verdict(
         "nccl_timeout",
         # A watchdog speaks of its own rank only: whoever wrote nothing may be elsewhere.
-        "medium" if finding.source != "watchdog" else "low",
+        "medium" if finding.source not in LOGGED else "low",
         kind.ranks,
         f"{finding.source.capitalize()}: {finding.detail} of group {finding.group}, and it has not completed{says}.",
         (Evidence(rank_ranges(finding.agreeing_ranks), fact), *kind.evidence),
@@ -289,7 +289,7 @@ def by_state(records: tuple[CollectiveRecord, ...]) -> tuple[tuple[int, ...], tu
     last: dict[int, CollectiveRecord] = {}
     for record in records:
         known = last.get(record.rank, record)
-        if not record.is_p2p and record.source != "watchdog" and record.sequence >= known.sequence:
+        if not record.is_p2p and record.source not in LOGGED and record.sequence >= known.sequence:
             last[record.rank] = record
     if len({(record.group, record.sequence) for record in last.values()}) != 1:
         return (), ()

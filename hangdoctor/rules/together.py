@@ -3,7 +3,7 @@
 from hangdoctor.case import Case, Process
 from hangdoctor.graph import Cluster, Graph, common_prefix, rank_ranges, same_place
 from hangdoctor.model import Confidence, Evidence
-from hangdoctor.parse.logs import completed_by_others, first_match
+from hangdoctor.parse.logs import LOGGED, completed_by_others, first_match
 from hangdoctor.recorded_operations import OperationFinding
 from hangdoctor.rules.progress import asking, waits_for_requests
 from hangdoctor.rules.verdict import (
@@ -151,7 +151,7 @@ def from_records(case: Case, graph: Graph, finding: OperationFinding) -> Verdict
     return make_verdict(
         "collective_mismatch",
         # A watchdog message numbers the operations of one group and seldom names the group.
-        "medium" if elsewhere or finding.source == "watchdog" else "high",
+        "medium" if elsewhere or finding.source in LOGGED else "high",
         finding.odd_ranks,
         f"{begin(who)} disagree on the {finding.kind} of {collective_of(finding)}: {finding.detail}{where}.",
         record_evidence(finding) + stack_evidence(odd, "is here", graph) + stillness(case),
