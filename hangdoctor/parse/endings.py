@@ -18,7 +18,7 @@ from hangdoctor.waits import wait_of
 INTERRUPTED = message("endings", "interrupted")
 LOST_PEER = message("endings", "lost_peer")
 TIMED_OUT = message("endings", "timed_out")
-STORE = message("endings", "store")
+STORE, DRIVER = message("endings", "store"), message("endings", "driver")
 # Of a rank that left no traceback.
 KILLED_LINE, ALONE = message("endings", "killed_line"), message("endings", "alone")
 # Signals by which a launcher ends the ranks that are left, and those of a process that was killed.
@@ -44,6 +44,8 @@ def endings_of(job: JobLog, world_size: int | None, timed_out: set[int]) -> Ende
     # One that only fails to connect says nothing of its own.
     telling = [a for a in attempts if a.stacks or any(kind_of(f) != "lost_peer" for f in a.failures)]
     attempt = (telling or attempts or [Attempt()])[-1]
+    if timed_out:  # the driver of these ranks has a traceback, and no rank
+        attempt.failures = [f for f in attempt.failures if f.rank is not None or not DRIVER.match(f.error)]
     failures, dumps = by_rank(job, attempt, world_size)
     for failure in job.reported:
         if failure.rank is not None and failure.rank not in failures and failure.rank not in dumps:

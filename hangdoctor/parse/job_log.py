@@ -101,8 +101,7 @@ class JobLog:
     `exits` maps a rank to its exit code, if there is one, and the launcher's words; `named` maps a
     rank that others say they waited for to their words; `written` has the lines of each rank;
     `reported` are tracebacks in the launcher's report; `waited` are ranks whose watchdog says so;
-    `complete` says that it names all ranks that
-    failed.
+    `complete` says that it names all ranks that failed.
     """
 
     attempts: dict[int, Attempt] = field(default_factory=dict)
