@@ -47,7 +47,9 @@ def collective_mismatch(case: Case, graph: Graph) -> Verdict | None:
     if any(s.wait.operation == "new_group" for s in graph.waiting_ranks):
         return None  # group creation belongs to init_deadlock
     clusters = [c for c in graph.waiting if c.wait.kind != "device"]
-    odd = (behind_in_program(clusters) if several_groups(clusters) else []) or odd_ones(clusters)
+    odd = odd_ones(clusters)
+    if len(odd) > 1 and several_groups(clusters):  # one rank ahead of all others has left something out
+        odd = behind_in_program(clusters) or odd
     behind = next((f for f in case.findings if f.kind == "behind"), None)
     if behind is not None:
         odd = [s for s in graph.waiting_ranks if s.rank in behind.odd_ranks] or odd
@@ -107,9 +109,7 @@ def odd_ones(clusters: list[Cluster]) -> list[Process]:
 
 
 def several_groups(clusters: list[Cluster]) -> bool:
-    """True if libraries of different parallel dimensions wait: one group may correctly wait for a
-    rank of another.
-    """
+    """True if libraries of several parallel dimensions wait: groups may correctly wait for others."""
     domains = {c.wait.domain for c in clusters}
     return bool(domains & {"tensor", "pipeline", "expert", "context"}) and len(domains) > 1
 
