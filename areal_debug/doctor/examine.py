@@ -10,7 +10,7 @@ from areal_debug.doctor.alarm import Alarm, findings
 from areal_debug.doctor.checks import Checks, checks_of, unread
 from areal_debug.doctor.names import QUANTITIES
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rows import worst_place
+from areal_debug.doctor.rows import NOWHERE, worst_place
 from areal_debug.doctor.rules import (
     curve,
     drift,
@@ -171,5 +171,4 @@ def look_at(run: Run, alarm: Alarm) -> str:
 
 def place_in(record: Record, step: int, metric: str) -> tuple[int | None, int | None, int | None]:
     """Return prompt, sample and token of a metric's extreme in a step; None if unknown."""
-    worst = worst_place(record.step(step), metric) if step in record.steps else None
-    return (None, None, None) if worst is None else (worst.prompt, worst.sample, worst.token)
+    return worst_place(record.step(step), metric) if step in record.steps else NOWHERE

@@ -65,16 +65,8 @@ def facts_of(alarm: Mapping[str, Any], run: str) -> dict[str, str]:
     """Return what hooks are given: no config, no samples, no paths but the run's name."""
     first = alarm["evidence"][0][0] if alarm["evidence"] else ""
     step = alarm["onset"] if alarm.get("onset") is not None else first
-    facts = {
-        "run": run,
-        "id": alarm["id"],
-        "severity": alarm["severity"],
-        "title": alarm["title"],
-        "metric": alarm["metric"],
-        "step": str(step),
-        "found": alarm["found"],
-        "advice": alarm["advice"][0] if alarm["advice"] else "",
-    }
+    facts = {name: alarm[name] for name in ("id", "severity", "title", "metric", "found")}
+    facts |= {"run": run, "step": str(step), "advice": "".join(alarm["advice"][:1])}
     return {name: masker().text(printable(text, LONGEST_FACT)) for name, text in facts.items()}
 
 

@@ -6,7 +6,6 @@ A value that is not known is left out of every mean, and `notes` count such rows
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ EXTREMES: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "record/logprob_difference": ("difference", np.abs),
     "record/k3": ("difference", np.abs),
 }
+NOWHERE: tuple[int | None, int | None, int | None] = None, None, None
 USED = ("rewards", "finish_reason", "loss_mask", "prompt_id", "versions", "logprobs")
 
 
@@ -128,21 +128,13 @@ def recomputed(step: RecordedStep, rank: int) -> np.ndarray | None:
     return np.concatenate([[np.nan], values[:-1]]).astype(np.float64)[: len(values)]
 
 
-@dataclass(frozen=True)
-class Worst:
-    """The row with the most extreme value of a step; of a metric of tokens, the token in it."""
+def worst_place(step: RecordedStep, metric: str) -> tuple[int | None, int | None, int | None]:
+    """Return where a metric of `shown_by_rows` is most extreme in a step: prompt, sample and token.
 
-    prompt: int
-    sample: int
-    token: int | None
-
-
-def worst_place(step: RecordedStep, metric: str) -> Worst | None:
-    """Return where a metric of `shown_by_rows` is most extreme in a step.
-
-    None for another metric, for one of groups, and where the row has no known group.
+    None for another metric, for one of groups, and where the row has no known group; the token is
+    None for a metric of rows.
     """
-    most, found = -np.inf, None
+    most, found = -np.inf, NOWHERE
     for rank in range(step.manifest.num_ranks) if metric in EXTREMES else ():
         column, size_of = EXTREMES[metric]
         values = size_of(columns_of(step, rank)[column])
@@ -152,13 +144,11 @@ def worst_place(step: RecordedStep, metric: str) -> Worst | None:
         most = values[row]
         arrays = step.batch(rank, ["prompt_id", "sample_id", "loss_mask", "cu_seqlens"])
         if column in OF_TOKENS:
-            place = int(np.flatnonzero(arrays["loss_mask"])[row])
-            row = int(np.searchsorted(arrays["cu_seqlens"], place, side="right")) - 1
-            token = place - int(arrays["cu_seqlens"][row])
-        is_known = step.known(rank, "prompt_id")[row]
-        found = (
-            Worst(int(arrays["prompt_id"][row]), int(arrays["sample_id"][row]), token) if is_known else None
-        )
+            token = int(np.flatnonzero(arrays["loss_mask"])[row])
+            row = int(np.searchsorted(arrays["cu_seqlens"], token, side="right")) - 1
+            token -= int(arrays["cu_seqlens"][row])
+        place = int(arrays["prompt_id"][row]), int(arrays["sample_id"][row]), token
+        found = place if step.known(rank, "prompt_id")[row] else NOWHERE
     return found
 
 

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from areal_core.telemetry.trace import TRAINER_TRACK, Trace
 from areal_debug import Recorder
 from areal_debug.cli import main
-from areal_debug.doctor.rows import Worst, worst_place
+from areal_debug.doctor.rows import NOWHERE, worst_place
 from areal_debug.open.find import find
 from areal_debug.open.served import Workbench, make_server
 from recorder import open_record
@@ -231,10 +231,10 @@ def test_the_most_extreme_row_or_token_of_a_metric_is_found(tmp_path):
         for metric in ("reward", "length", "logprob_difference", "zero_variance_groups")
     }
     assert found == {
-        "reward": Worst(0, 1, None),
-        "length": Worst(0, 1, None),
-        "logprob_difference": Worst(0, 2, 4),
-        "zero_variance_groups": None,
+        "reward": (0, 1, None),
+        "length": (0, 1, None),
+        "logprob_difference": (0, 2, 4),
+        "zero_variance_groups": NOWHERE,
     }
 
 

@@ -12,8 +12,6 @@ from areal_debug.doctor.rules.groups import share_alike
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS, is_learning, is_share, is_solved, rose_and_fell
 from areal_debug.doctor.series import Series, medians_between, running_medians
 
-FAR_FROM_ONE = 0.05
-FAR_AT_ONE_MINIBATCH = 1e-3
 NEIGHBOURS = 31  # steps whose median a gradient norm is compared with
 MULTIPLIED, LARGE = 100.0, 10.0  # times the first gradient norm, and a norm that no sound run ends at
 SPIKE = 5.0  # times that median
@@ -25,25 +23,6 @@ LEAST_EXPLAINED = 0.02  # variance of the returns
 REPEATED = 5  # different losses, and how many come again: with four digits no chance
 NOT_SMALL = 0.5  # a supervised loss that does not become 0 in one step
 OF_TOKENS = re.compile(r"(?i)(?<![a-z])(?:logits?|logps?|logprobs?)(?![a-z])")
-
-
-def importance_weight_off_one(run: Run) -> Alarm | None:
-    """D10: the mean ratio of new to proximal policy is not 1."""
-    series = run.finite("importance_weight")
-    one_minibatch = run.config.get("actor.ppo_n_minibatches") == 1
-    limit = FAR_AT_ONE_MINIBATCH if one_minibatch else FAR_FROM_ONE
-    if not series.sustained(lambda value: abs(value - 1) > limit):
-        return None
-    return alarm(
-        "D10",
-        series,
-        found=(
-            f"median {series.last:.5g} in the last {series.window} steps, more than {limit:g} from 1"
-            + (", and with one minibatch it must be exactly 1" if one_minibatch else "")
-        ),
-        severity="error" if one_minibatch else "warning",
-        since=onset(Series(series.name, series.steps, np.abs(series.values - 1)), "up"),
-    )
 
 
 def many_tokens_are_clipped(run: Run) -> Alarm | None:
@@ -362,7 +341,6 @@ RULES = (
     gradients_grow,
     numbers_that_are_none,
     never_moves,
-    importance_weight_off_one,
     many_tokens_are_clipped,
     entropy_collapses,
     entropy_rises,

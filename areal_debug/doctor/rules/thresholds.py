@@ -23,6 +23,8 @@ def is_beyond(row: dict[str, Any], limit: float | None, value: float) -> bool:
 def beyond(id: str, run: Run) -> Alarm | None:
     """Return the alarm of a row with a limit, or None."""
     row = findings()[id]
+    if run.config.get("actor.ppo_n_minibatches") == 1:
+        row = row | row.get("one_minibatch", {})
     series = run.finite(row["quantity"])
     limit = next(row[name] for name in ("above", "below", "at_most", "off") if name in row)
     severe = partial(is_beyond, row, row.get("severe"))

@@ -159,25 +159,13 @@ class Rows:
         return f"{len(self):,} rows of {sampled}"
 
 
-@dataclass
-class Words:
-    """Ids of the words of texts whose tokens are not known."""
-
-    numbers: dict[str, int]
-
-    def ids(self, text: str) -> np.ndarray:
-        """Return the id of each word."""
-        found = [self.numbers.setdefault(word, len(self.numbers)) for word in WORD.findall(text)]
-        return np.array(found, np.int32) + np.int32(FIRST_WORD)
-
-
 def read_rows(record: Record, damage: Damage) -> Rows | None:
     """Read the rows of a record, or a sample of them. None if no row has a completion.
 
     A step of which a file is damaged goes into `damage`.
     """
     steps, most_tokens = steps_to_read(record)
-    words = Words({})
+    words: dict[str, int] = {}  # ids of the words of texts whose tokens are not known
     rows: list[dict[str, Any]] = []
     for number in steps:
         with damage.left_out():
@@ -194,7 +182,7 @@ def read_rows(record: Record, damage: Damage) -> Rows | None:
         record=record,
         group=np.where(known, group, -1),
         bounds=np.append(0, np.cumsum([len(row["ids"]) for row in rows])),
-        words=tuple(words.numbers),
+        words=tuple(words),
         **columns,
     )
 
@@ -217,7 +205,7 @@ def steps_to_read(record: Record) -> tuple[list[int], int]:
     return [steps[at] for at in chosen], MOST_TOKENS // len(chosen)
 
 
-def rows_of_step(step: RecordedStep, most_tokens: int, words: Words) -> list[dict[str, Any]]:
+def rows_of_step(step: RecordedStep, most_tokens: int, words: dict[str, int]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     num_tokens, most = 0, max(1, most_tokens // step.manifest.num_ranks)
     for rank in range(step.manifest.num_ranks):
@@ -231,7 +219,7 @@ def rows_of_step(step: RecordedStep, most_tokens: int, words: Words) -> list[dic
     return rows
 
 
-def rows_of_rank(step: RecordedStep, rank: int, words: Words) -> list[dict[str, Any]]:
+def rows_of_rank(step: RecordedStep, rank: int, words: dict[str, int]) -> list[dict[str, Any]]:
     """Return the rows of a rank with a completion."""
     arrays = step.batch(rank)
     known = {
@@ -279,7 +267,8 @@ def rows_of_rank(step: RecordedStep, rank: int, words: Words) -> list[dict[str, 
                 "ends": np.append(np.diff(trained) > 1, True),
             }
         elif texts is not None and texts[row]["completion"]:
-            ids = words.ids(texts[row]["completion"])
+            found = [words.setdefault(word, len(words)) for word in WORD.findall(texts[row]["completion"])]
+            ids = np.array(found, np.int32) + np.int32(FIRST_WORD)
             unknown = np.full(len(ids), np.nan, np.float32)
             facts |= {
                 "content": hash(texts[row]["prompt"]),
