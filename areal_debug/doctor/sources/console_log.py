@@ -32,7 +32,7 @@ DASHED = re.compile(r"([A-Za-z_][\w./@-]{0,150}):(?:[\w.]{1,20}\()?(" + NUMBER +
 FIELD = re.compile(r"([A-Za-z][\w ./()-]{0,60}?):?\s+(" + NUMBER + r")\s*(%?)(?:\s*[A-Za-z/]{1,12})?$")
 BULLET = re.compile(r"\s*[•*]\s+([A-Za-z][\w ./()-]{0,60}):\s+(" + NUMBER + r")(?=[\s(%]|$)\s*(%?)")
 PLAIN = re.compile(r"\s*([A-Za-z][\w ./()-]{0,60}?)\s*[:=]\s*(" + NUMBER + r")\s*(%?)\s*$")
-CELLS = re.compile(r"[|│┃]|,(?= )")
+CELLS = re.compile(r"[|│┃\t]|,(?= )|\.(?= [A-Z])")
 COLUMNS = re.compile(r"\t|\s*[|│┃]\s*")
 # `epoch: 5  loss: 0.2`, where one of the names is a metric's
 SPACED = re.compile(r"([A-Za-z_][\w./@-]{0,150})\s*[:=]\s*(" + NUMBER + r")(?=[\s;]|$)")
@@ -72,7 +72,7 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
             last = named[-1]
             step = begins + last
         if named and "{" not in line and CELLS.search(line):  # `iteration 5: lm loss: 3.0 | grad norm: 1.0`
-            line = f"step {step} | {STEP.split(line)[-1].lstrip(': ')}"
+            line = f"step {step} | {STEP.split(line)[-1].lstrip(':. ')}"
         pairs = {name: number for name, number in pairs_of(line) if name.lower() not in OF_STEP}
         if not pairs:
             continue
@@ -117,4 +117,6 @@ def in_cells(cells: list[str]) -> Iterator[tuple[str, str, str]]:
             yield before, cell, ""
         elif field := FIELD.fullmatch(cell) or PLAIN.fullmatch(cell.rstrip("]")):
             yield field[1], field[2], field[3]
+        else:
+            yield from ((name, number, "") for name, number in SPACED.findall(cell))
         before = cell if NAME.fullmatch(cell) else ""

@@ -29,7 +29,7 @@ from areal_debug.doctor.sources.plain_files import (
     read_trainer_state,
     runs_of_csv,
 )
-from areal_debug.doctor.sources.to_series import collect, step_of
+from areal_debug.doctor.sources.to_series import collect, name_of_step, numbers_of
 from areal_debug.doctor.sources.wandb_run import read_wandb
 
 MAX_FILES = 200_000
@@ -221,7 +221,7 @@ def patterns() -> list[str]:
 def has_steps(read: Callable[[Path, str], Iterable[Row]], file: Path) -> bool:
     """Return whether a file begins with rows of metrics: two steps, and numbers beside them.
 
-    A dump of samples has rows of one step.
+    A dump of samples has rows of one step. Rows that name no step must have a known quantity.
     """
     if file.stat().st_size > MAX_JSON_BYTES and read is not read_jsonl:
         return False
@@ -232,8 +232,10 @@ def has_steps(read: Callable[[Path, str], Iterable[Row]], file: Path) -> bool:
         if read is read_json:  # many others are no metrics
             return False
         raise
-    steps = {step_of(row) for row in rows if isinstance(row, dict)} - {None}
-    return bool(series) and (len(steps) > 1 or len(rows) == 1)
+    has_names = any(name_of_step(dict(numbers_of(row))) for row in rows if isinstance(row, dict))
+    steps = {step for one in series.values() for step in one.steps.tolist()}
+    is_named = has_names or bool(choose_names(list(series)))
+    return is_named and (len(steps) > 1 or bool(steps and has_names and len(rows) == 1))
 
 
 def head_of(file: Path) -> Iterator[Row]:

@@ -71,6 +71,9 @@ def read_json(file: Path, run: str = "") -> Iterable[Row]:
     found = parse_json(read_text(file), str(file))
     if isinstance(found, dict):
         found = next((found[name] for name in ("log_history", "history") if name in found), found)
+    if isinstance(found, dict):
+        columns = [dict(enumerate(one)) if isinstance(one, list) else one for one in found.values()]
+        found = dict(zip(found, columns, strict=True))
     if isinstance(found, dict) and found and all(isinstance(column, dict) for column in found.values()):
         return [
             {name: column[key] for name, column in found.items() if key in column}

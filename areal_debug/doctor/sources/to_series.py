@@ -14,11 +14,13 @@ STEP_NAMES = ("step", "global_step")
 # A step of its own beside Weights & Biases' count of calls: of slime, OpenRLHF, Transformers, verl.
 STEP_OF_PHASE = re.compile(
     r"(?:train|rollout|eval|val|validation|test|trainer|training)/(?:global_step|global_iter|step)"
+    r"|time/total_timesteps"
 )
 OTHER_STEP_NAMES = (
     "train_step", "training_step", "Step", "_step", "iteration", "iter", "update",
     "steps", "global_steps", "current_steps", "global_step/max_steps", "timesteps", "total_timesteps",
-    "iterations", "updates", "episode", "episodes",
+    "iterations", "updates", "nupdates", "n_updates", "training_iteration", "timesteps_total",
+    "num_timesteps", "TotalEnvInteracts", "episode", "episodes",
 )  # fmt: skip
 CONTAINERS = ("data", "metrics", "logs", "log", "stats", "scalars")  # add nothing to a name
 TRAINING = "train/"  # the prefix that loggers add to training metrics
@@ -38,15 +40,8 @@ def collect(rows: Iterable[Row]) -> dict[str, Series]:
     """Collect rows into series; if a step was logged more than once, the last value is kept."""
     values: dict[str, tuple[array[int], array[float]]] = {}  # 16 bytes a number
     resolution: dict[str, float] = {}
-    for row in rows:
-        numbers = dict(numbers_of(row)) if isinstance(row, dict) else {}
-        step_name = name_of_step(numbers)
-        if step_name is None or not abs(numbers[step_name]) < 2**63:
-            continue  # not a row of metrics
-        step = int(numbers[step_name])
+    for step, numbers in numbered(rows):
         for name, number in numbers.items():
-            if name == step_name:
-                continue
             name = name.removeprefix(TRAINING)
             steps, numbers_by_step = values.setdefault(name, (array("q"), array("d")))
             steps.append(step)
@@ -56,11 +51,33 @@ def collect(rows: Iterable[Row]) -> dict[str, Series]:
     return {name: series_of(name, *logged, resolution.get(name, 0.0)) for name, logged in values.items()}
 
 
-def step_of(row: Row) -> int | None:
-    """Return the step of a row."""
-    numbers = dict(numbers_of(row))
-    name = name_of_step(numbers)
-    return None if name is None or not abs(numbers[name]) < 2**63 else int(numbers[name])
+def numbered(rows: Iterable[Row]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield the step and the other numbers of each row of metrics.
+
+    If no row names a step they are counted: a name that comes again begins the next one. Rows with
+    text or lists are samples then.
+    """
+    unnamed: list[dict[str, float]] | None = []
+    for row in rows:
+        numbers = dict(numbers_of(row)) if isinstance(row, dict) else {}
+        name = name_of_step(numbers)
+        if name is not None and abs(numbers[name]) < 2**63:
+            unnamed = None
+            yield int(numbers.pop(name)), numbers
+        elif (
+            name is None
+            and unnamed is not None
+            and numbers
+            and all(value is None or as_number(value) is not None for value in row.values())
+        ):
+            unnamed.append(numbers)
+    step, seen = 0, set[str]()
+    for numbers in unnamed or ():
+        names = numbers.keys() - {"epoch", "Epoch"}
+        if not seen.isdisjoint(names):
+            step, seen = step + 1, set()
+        seen |= names
+        yield step, numbers
 
 
 def name_of_step(numbers: Mapping[str, float]) -> str | None:
