@@ -1,5 +1,6 @@
 """Read the metrics of one run, whatever it was logged with and under which names."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -17,7 +18,8 @@ from recorder import Record, open_record
 from recorder.reader import Damage
 
 OF_PREFERENCES = ("preference_accuracy", "chosen_reward", "rejected_reward")
-OF_REWARDS = ("reward", "reference_kl", "approx_kl", "clip_ratio", "zero_variance_groups", "length")
+OF_REWARDS = ("reference_kl", "approx_kl", "clip_ratio", "zero_variance_groups", "length", "reward")
+OF_PAIRS = re.compile(r"(?i)chosen|reject|margin|accuracies|prefer|pair|\bdist\b|^(?:dpo|rw)/")
 COUNTS = {"id", "epoch", "timestamp"}  # beside the step: of the logger, and no metrics
 
 
@@ -139,6 +141,10 @@ def judged(by_name: Mapping[str, Series], given: Mapping[str, str] | None = None
         quantity: name.removeprefix("train/") for quantity, name in (given or {}).items()
     }
     series = {quantity: by_name[chosen[quantity]] for quantity in QUANTITIES if quantity in chosen}
+    if not any(map(OF_PAIRS.search, by_name)) and "preference_accuracy" not in (given or {}):
+        series.pop("preference_accuracy", None)  # of tokens, or of answers
+    elif not any(name in series for name in (*OF_REWARDS[:-1], *(given or {}))):
+        series.pop("reward", None)  # the mean score of pairs: its level means nothing
     entropy = series.get("entropy")
     if (
         entropy is not None

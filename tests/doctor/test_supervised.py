@@ -118,3 +118,26 @@ def test_chosen_answers_may_fall_if_rejected_ones_fall_much_further(tmp_path, re
     }
     _, found = examined(tmp_path, run, WITH_REJECTED)
     assert [alarm["id"] for alarm in found["alarms"]] == alarms
+
+
+@pytest.mark.parametrize(
+    ("columns", "judged"),
+    [
+        ({"loss": "loss", "preference_accuracy": "accuracy"}, {"loss"}),  # of tokens
+        ({"reward": "reward", "preference_accuracy": "accuracy_reward"}, {"reward"}),  # a term
+        (
+            {
+                "loss": "loss",
+                "preference_accuracy": "accuracy",
+                "reward": "mean_reward",
+                "grad_norm": "margin",
+            },
+            {"loss", "preference_accuracy"},  # scores of a reward model: their level means nothing
+        ),
+    ],
+)
+def test_accuracy_is_that_of_pairs_only_where_pairs_are_logged(tmp_path, columns, judged):
+    run = learning() | {"preference_accuracy": around(0.3, 0.02), "reward": around(ramp(0.2, -0.6, 0.0))}
+    _, found = examined(tmp_path, run, columns)
+    assert set(found["judged"]) == judged
+    assert ("D08" in [alarm["id"] for alarm in found["alarms"]]) == ("preference_accuracy" in judged)
