@@ -141,3 +141,20 @@ def test_accuracy_is_that_of_pairs_only_where_pairs_are_logged(tmp_path, columns
     _, found = examined(tmp_path, run, columns)
     assert set(found["judged"]) == judged
     assert ("D08" in [alarm["id"] for alarm in found["alarms"]]) == ("preference_accuracy" in judged)
+
+
+def test_a_loss_that_loses_all_it_had_learned_in_one_step_is_named_from_there(tmp_path):
+    back = np.where(np.arange(200) < 120, learning()["loss"], around(ramp(2.0, 0.9, 0.6), 0.05))
+    for loss, at in ((back, [120]), (learning()["loss"], [])):
+        _, found = examined(tmp_path, {"loss": loss}, {"loss": "loss"})
+        named = [
+            one["onset"] for one in found["alarms"] if one["title"].endswith("back above where it began")
+        ]
+        assert named == at
+
+
+def test_a_loss_that_does_not_fall_with_a_gradient_of_nothing_points_to_half_precision(tmp_path):
+    run = {"loss": around(1.4, 0.08), "grad_norm": np.full(200, 2e-9)}
+    _, found = examined(tmp_path, run, {"loss": "loss", "grad_norm": "grad_norm"})
+    [alarm] = found["alarms"]
+    assert (alarm["id"], "fp16" in alarm["advice"][0], "2e-09" in alarm["found"]) == ("D06", True, True)

@@ -158,20 +158,24 @@ def engine_disagrees(run: Run) -> Alarm | None:
     jumped = series.sustained(lambda value: value > 2.5 * series.first) and series.last > limit / 3
     grows = series.rose(1.5) and series.last > limit / 3
     mean = mean_beyond(series, limit)
-    if not jumped and not grows and mean is None and not series.sustained(lambda value: value > limit):
+    steady = jumped or grows or mean is not None or series.sustained(lambda value: value > limit)
+    far = series.values > FAR_BEYOND * max(series.first, limit / FAR_BEYOND)
+    at = np.flatnonzero(far[:-2] & far[1:-1] & far[2:])  # three steps in a row
+    if not steady and (series.is_short or not len(at)):
         return None
-    begins = onset(series, "up", in_ratios=True)
+    begins = onset(series, "up", in_ratios=True) if steady else int(series.steps[at[0]])
     return alarm(
         "D24",
         series,
         found=(
             series.change
+            + ("" if steady else f", up to {series.values.max():.3g} for some steps from {begins} on")
             + (f", mean {mean:.3g}" if mean is not None else "")
             + f" (limit {limit:g})"
             + (explain_growth(run, series) if jumped or grows else "")
         ),
         severity="error" if jumped or series.last > (limit if grows else FAR_BEYOND * limit) else "warning",
-        title="drifts" if jumped or grows else "differs",
+        title="drifts" if jumped or grows else "differs" if steady else "for_a_time",
         since=begins,
     )
 

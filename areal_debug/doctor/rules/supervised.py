@@ -18,7 +18,8 @@ FEW_MEASUREMENTS, CLEAR_SHARE_OF_FEW = 12, 0.1
 STEPS_OF_A_PEAK = 5
 EXPLODED = 2.0  # times the first loss
 NEARLY_AS_FAR = 2 / 3  # of the fall of rejected answers
-LEAST_FALL = 0.005  # of the first loss
+LEAST_FALL, LEAST_LEARNED = 0.005, 0.2  # of the first loss
+UNDERFLOW = 1e-6  # a gradient norm: half precision rounds its elements to 0
 
 
 def loss_does_not_fall(run: Run) -> Alarm | None:
@@ -31,32 +32,44 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
         return None
     if loss.is_late_level or loss_explodes(run) is not None:
         return None
+    norm = run.finite("grad_norm").last
+    underflows = norm < UNDERFLOW
     return alarm(
         "D06",
         loss,
-        found=found.describe(len(loss.values)),
+        found=found.describe(len(loss.values)) + (f"; the gradient norm is {norm:.2g}" if underflows else ""),
         severity="error" if found.rises else "warning",
+        variant="underflow" if underflows else "",
         title="rises" if found.rises else "flat",
         since=onset(loss, "up"),
     )
 
 
 def loss_explodes(run: Run) -> Alarm | None:
-    """D41: the loss rose to twice where it began, whether or not it fell again."""
+    """D41: the loss rose to twice where it began, or fell and lost all of it, even for a time."""
     series = run.finite("loss")
     if "reward" in run.series or len(series.values) < ENOUGH_STEPS:
         return None
     medians = running_medians(series.values, STEPS_OF_A_PEAK)
-    start, highest = float(np.median(series.values[:MEDIAN_OF])), int(np.argmax(medians))
-    if start <= 0 or medians[highest] < EXPLODED * start:
+    start = float(np.median(series.values[:MEDIAN_OF]))
+    had_fallen = start - np.minimum.accumulate(medians) > max(4 * series.noise, LEAST_LEARNED * start)
+    high = np.where(had_fallen | (medians >= EXPLODED * start), medians, 0.0)
+    highest = int(np.argmax(high))
+    if start <= 0 or high[highest] <= start:
         return None
-    at = int(series.steps[highest])
-    beyond = int(series.steps[np.argmax(series.values > EXPLODED * start)])
+    at, lowest = int(series.steps[highest]), int(np.argmin(medians[: highest + 1]))
+    explodes = medians[highest] >= EXPLODED * start
+    limit = (EXPLODED if explodes else 1.0) * start
+    beyond = int(series.steps[lowest + np.argmax(series.values[lowest:] > limit)])
     return alarm(
         "D41",
         series,
-        found=f"{start:.4g} at first, {medians[highest]:.4g} around step {at}, {series.last:.4g} at the end",
+        found=(
+            f"{start:.4g} at first, {medians[lowest]:.4g} at its lowest before, {medians[highest]:.4g} around "
+            f"step {at}, {series.last:.4g} at the end"
+        ),
         severity="error" if series.last > start else "warning",
+        title="explodes" if explodes else "back",
         evidence=((beyond, float(series.values[np.searchsorted(series.steps, beyond)])), *series.tail(3)),
         since=beyond,
         beyond=beyond,
