@@ -17,7 +17,7 @@ from areal_debug.doctor.sources.plain_files import Row
 
 MAX_LINE = 200_000
 NUMBER = r"-?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|nan|inf)"
-ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+NOISE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|^(?:DEBUG|INFO|WARNING):[\w.]+:\s*")  # colours, Python's logging
 STEP = re.compile(
     r"(?i)(?<![a-z_/.'\"])(?:step|iter(?:ation)?)\s*[:=#]?\s*(\d{1,12})(?![\d.]\d)"
     r"|(?<![a-z_/.'\"])(?:rollout|perf|eval|passrate)\s(\d{1,12}):\s*\{"
@@ -55,7 +55,7 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
     epoch, last, begins = -1, -1, 0  # of a log whose steps begin again in each epoch
     header: list[str] = []
     for line in lines:
-        line = BAR.sub("", ANSI.sub("", line[:MAX_LINE])).rstrip()
+        line = BAR.sub("", NOISE.sub("", line[:MAX_LINE])).rstrip()
         if MICRO.search(line):
             continue
         cells = COLUMNS.split(line.strip("| "))
@@ -71,8 +71,9 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
                 epoch = int(found[1])
             last = named[-1]
             step = begins + last
-        if named and "{" not in line and CELLS.search(line):  # `iteration 5: lm loss: 3.0 | grad norm: 1.0`
-            line = f"step {step} | {STEP.split(line)[-1].lstrip(':. ')}"
+        rest = STEP.split(line)[-1].lstrip(":. ")
+        if named and "{" not in line and (CELLS.search(line) or PLAIN.fullmatch(rest)):
+            line = f"step {step} | {rest}"  # of `iteration 5: lm loss: 3.0 | grad norm: 1.0`
         pairs = {name: number for name, number in pairs_of(line) if name.lower() not in OF_STEP}
         if not pairs:
             continue
