@@ -40,7 +40,8 @@ def examined(columns, family="TRL"):
 
 
 def ids(columns):
-    return [alarm.id for alarm in examined(columns)[1].alarms]
+    logged = {name: values for name, values in columns.items() if len(values)}
+    return [alarm.id for alarm in examined(logged)[1].alarms]
 
 
 def write_log(file, line_of):
@@ -74,6 +75,8 @@ def test_few_checks_are_no_health(tmp_path):
         ({"kl": scattered(-5 * X, 0.1)}, ["D44"]),
         ({"kl": scattered(np.zeros(STEPS), 0.002)}, []),  # an estimate around 0
         ({"value_loss": scattered(4 + 3 * X, 0.3)}, ["D28"]),
+        ({"kl": np.zeros(STEPS), "grad_norm": np.zeros(0)}, ["D32"]),
+        ({"kl": np.zeros(STEPS), "grad_norm": np.full(STEPS, np.nan)}, ["D17"]),
         ({"value_loss": scattered(0.05 + 0.2 * X, 0.005), "reward": scattered(0.05 + 0.4 * X)}, []),
         ({"value_loss": scattered(1 + 2 * np.minimum(X, 0.3))}, []),  # it levels off
         ({"completions/max_length": np.full(STEPS, 200.0)}, ["D45"]),  # below the mean

@@ -1,13 +1,11 @@
 """A curve fitted to the reward: where it levels off, and how much there is left to gain."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.groups import MOST_ALIKE, share_alike
-from areal_debug.doctor.rules.learning import is_solved
+from areal_debug.doctor.rules.learning import is_at_its_top, is_solved
 from areal_debug.doctor.series import Floats, Series, binned
 
 FLAT_SHARE = 0.5  # of the run
@@ -15,19 +13,11 @@ REACHED = 0.95  # of the gain
 LEAST_STEPS = 40
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A saturating curve: `low` to `ceiling`; at step `reached` 95 % of the gain were made."""
-
-    low: float
-    ceiling: float
-    reached: int
-
-
-def fit_curve(series: Series) -> Fit:
+def fit_curve(series: Series) -> tuple[float, float, int]:
     """Fit a sigmoid, or an exponential approach, to medians of bins by least squares.
 
-    Centre and width are searched on a grid, level and gain are solved for. Source of the shape:
+    Centre and width are searched on a grid, level and gain are solved for. Returns where the curve
+    begins, its ceiling, and the step at which 95 % of the gain were made. Source of the shape:
     ScaleRL (2510.13786), reward against compute.
     """
     x, y = binned(series)
@@ -42,36 +32,35 @@ def fit_curve(series: Series) -> Fit:
     fitted = y.mean() + gains[best] * centred[best]
     target = fitted[0] + REACHED * (fitted[-1] - fitted[0])
     reached = int(np.argmax((fitted >= target) if gains[best] > 0 else (fitted <= target)))
-    return Fit(float(fitted[0]), float(fitted[-1]), int(x[reached]))
+    return float(fitted[0]), float(fitted[-1]), int(x[reached])
 
 
 def reward_levels_off(run: Run) -> Alarm | None:
     """D05: the reward rose, reached its ceiling early, and gained nothing in half of the run."""
     series = run.finite("reward")
-    if len(series.values) < LEAST_STEPS or is_solved(run):
+    if len(series.values) < LEAST_STEPS or is_solved(run) or is_at_its_top(series):
         return None
     if share_alike(run).sustained(lambda value: value > MOST_ALIKE):
         return None  # the reason is known: D22
-    fit = fit_curve(series)
-    gain, length = fit.ceiling - fit.low, int(series.steps[-1] - series.steps[0])
-    flat = series.since(fit.reached)
-    late = flat.trend
-    if gain < 4 * series.deviation or late is None or series.steps[-1] - fit.reached < FLAT_SHARE * length:
+    low, ceiling, reached = fit_curve(series)
+    gain, length = ceiling - low, int(series.steps[-1] - series.steps[0])
+    late = series.since(reached).trend
+    if gain < 4 * series.deviation or late is None or series.steps[-1] - reached < FLAT_SHARE * length:
         return None
     if abs(late.change) > 0.1 * gain or late.high > 0.25 * gain:
         return None
-    idle = int(series.steps[-1] - fit.reached)
+    idle = int(series.steps[-1] - reached)
     return alarm(
         "D05",
         series,
         found=(
-            f"the fitted curve rises from {fit.low:.3g} to a ceiling of {fit.ceiling:.3g}; {100 * REACHED:.0f} % of that was "
-            f"reached at step {fit.reached}, and the {idle} steps since then changed it by {late.change:+.2g}"
+            f"the fitted curve rises from {low:.3g} to a ceiling of {ceiling:.3g}; {100 * REACHED:.0f} % of that was "
+            f"reached at step {reached}, and the {idle} steps since then changed it by {late.change:+.2g}"
         ),
-        evidence=((fit.reached, fit.low + REACHED * gain), *series.tail(3)),
-        since=fit.reached,
+        evidence=((reached, low + REACHED * gain), *series.tail(3)),
+        since=reached,
         cost=f"{idle} steps without a gain",
-        reached=fit.reached,
+        reached=reached,
     )
 
 

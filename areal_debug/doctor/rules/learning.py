@@ -36,7 +36,7 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
     may_still_rise = is_young and found.change > 0 and found.high > 2 * found.scatter
     if not falls and (rises(run, "eval_reward") or may_still_rise or is_high(reward)):
         return None
-    if reward.is_late_level or (not falls and rose_and_fell(run)):  # named by D04
+    if reward.is_late_level or (not falls and (is_at_its_top(reward) or rose_and_fell(run))):  # D04
         return None
     reached = None if falls else end_of_rise(reward)
     how = f"{reward.values[0]:.3g} at first, {reward.last:.3g} from step {reached} on"
@@ -62,6 +62,15 @@ def end_of_rise(reward: Series) -> int | None:
 def is_high(reward: Series) -> bool:
     """Return whether a reward between 0 and 1 was high from the beginning."""
     return is_share(reward) and reward.first >= HIGH
+
+
+def is_at_its_top(reward: Series) -> bool:
+    """Return whether a reward rose to its largest value and is exactly that in both last windows.
+
+    A mean that equals the maximum again and again is a bound that each episode reaches.
+    """
+    top = float(reward.values.max())
+    return reward.resolution == 0 and reward.first < top and reward.sustained(lambda value: value == top)
 
 
 def rose_and_fell(run: Run) -> bool:

@@ -146,7 +146,7 @@ def critic_fails(run: Run) -> Alarm | None:
         worse, title = onset(loss, "up"), "diverges"
         found = f"it had fallen and rose again: {series.change}"
     elif not len(explained.values) and grows_to_the_end(loss, run.finite("reward")):
-        worse, title = onset(loss, "up"), "grows"
+        worse, title = onset(loss, "up", in_ratios=loss.rose(EXPLODED)), "grows"
         found = f"{series.change}, and it has not levelled off"
     else:
         return None

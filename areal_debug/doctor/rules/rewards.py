@@ -111,7 +111,8 @@ def weighted(terms: dict[str, Series], weights: dict[str, float] | None = None) 
 def term_is_dead(run: Run) -> Alarm | None:
     """D32: a term of the reward or loss, the KL, or one of several validation sets is always 0."""
     logged = terms_of(run) | weighted_terms(run)
-    divergence, moves = run.finite("reference_kl"), run.finite("grad_norm").last > 0
+    divergence = run.finite("reference_kl")
+    moves = "grad_norm" not in run.series or run.finite("grad_norm").last > 0
     is_off = weights(run).get("KL", ("", 1.0))[1] == 0.0
     if moves and not is_off and len(divergence.values) >= ENOUGH_STEPS:
         logged["the KL to the reference"] = divergence
