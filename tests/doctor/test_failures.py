@@ -443,9 +443,13 @@ def test_progress_is_no_failure(tmp_path, change):
     assert not {"D01", "D02", "D05", "D15", "D22", "D42"} & {alarm.id for alarm in alarms}
 
 
-@pytest.mark.parametrize(("change", "expected"), [(1e-5, ["D06"]), (0.2, [])])
-def test_a_loss_that_falls_by_next_to_nothing_does_not_fall(tmp_path, change, expected):
-    found = judged(tmp_path, {"loss": 0.6931 - change * X}, {"loss": "loss"}).alarms
+FALLS = [(1e-5, 0.0, 0, ["D06"]), (0.2, 0.0, 0, []), (0.3, 0.5, 3, []), (0.3, 0.5, 8, [])]  # single rows
+
+
+@pytest.mark.parametrize(("change", "scatter", "seed", "expected"), FALLS)
+def test_a_loss_that_falls_by_next_to_nothing_does_not_fall(tmp_path, change, scatter, seed, expected):
+    loss = (0.6931 - change * X) * np.exp(noisy(0.0, scatter, seed))
+    found = judged(tmp_path, {"loss": loss}, {"loss": "loss"}).alarms
     assert [alarm.id for alarm in found] == expected
 
 

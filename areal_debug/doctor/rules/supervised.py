@@ -18,7 +18,7 @@ FEW_MEASUREMENTS, CLEAR_SHARE_OF_FEW = 12, 0.1
 STEPS_OF_A_PEAK = 5
 EXPLODED = 2.0  # times the first loss
 NEARLY_AS_FAR = 2 / 3  # of the fall of rejected answers
-LEAST_FALL, LEAST_LEARNED = 0.005, 0.2  # of the first loss
+LEAST_FALL, CLEAR_FALL, LEAST_LEARNED = 0.005, 0.1, 0.2  # of the first loss
 UNDERFLOW = 1e-6  # a gradient norm: half precision rounds its elements to 0
 
 
@@ -28,7 +28,8 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
     found = loss.trend
     if "reward" in run.series or found is None or len(loss.values) < ENOUGH_STEPS:
         return None
-    if found.falls and -found.change > LEAST_FALL * abs(loss.first):
+    least = LEAST_FALL if found.falls else CLEAR_FALL  # single rows scatter by more than the fall
+    if found.high < 0 and -found.change > least * abs(loss.first):
         return None
     if loss.is_late_level or loss_explodes(run) is not None:
         return None
@@ -52,14 +53,15 @@ def loss_explodes(run: Run) -> Alarm | None:
         return None
     medians = running_medians(series.values, STEPS_OF_A_PEAK)
     start = float(np.median(series.values[:MEDIAN_OF]))
-    had_fallen = start - np.minimum.accumulate(medians) > max(4 * series.noise, LEAST_LEARNED * start)
-    high = np.where(had_fallen | (medians >= EXPLODED * start), medians, 0.0)
+    had_fallen = start - np.minimum.accumulate(medians) > max(4 * series.deviation, LEAST_LEARNED * start)
+    exploded = max(EXPLODED * start, start + 4 * series.noise)  # single rows scatter as much
+    high = np.where(had_fallen | (medians >= exploded), medians, 0.0)
     highest = int(np.argmax(high))
     if start <= 0 or high[highest] <= start:
         return None
     at, lowest = int(series.steps[highest]), int(np.argmin(medians[: highest + 1]))
-    explodes = medians[highest] >= EXPLODED * start
-    limit = (EXPLODED if explodes else 1.0) * start
+    explodes = medians[highest] >= exploded
+    limit = exploded if explodes else start
     beyond = int(series.steps[lowest + np.argmax(series.values[lowest:] > limit)])
     return alarm(
         "D41",
