@@ -98,7 +98,11 @@ def test_a_path_that_is_not_utf8_is_read_or_refused_in_one_sentence(reports, tmp
     names = {reports[0][-1]: record, reports[10][-1]: stats}
     commands = [[names.get(word, word) for word in command] for command in reports]
     commands += [["record", "extract", "a.zip", "--to", "x\udcff"], ["hang", "diagnose", stats]]
-    commands += [["record", "import", stats, "--to", "y\udcff"], ["trace", stats], ["info", "options", "\udcff"]]
+    commands += [
+        ["record", "import", stats, "--to", "y\udcff"],
+        ["trace", stats],
+        ["info", "options", "\udcff"],
+    ]
     if with_torch:
         commands += [["consistency", record], ["replay", record]]
     ended = run_each(tmp_path, commands, "{}.out")
