@@ -27,7 +27,7 @@ from recorder.reader import open_record
 from recorder.step_files import RankStep
 from recorder.trainers.batches import check_kinds, content_of, number_groups
 from recorder.trainers.sample import parse_sample
-from recorder.writer import RecordingOptions, RecordWriter, alone
+from recorder.writer import RecordingOptions, RecordWriter, alone, print_to_stderr
 
 FOLDER_VARIABLE = "AREAL_DEBUG_RECORD"
 DEEPEST = 16  # levels of a config
@@ -114,7 +114,7 @@ class Recorder:
         self.writer = RecordWriter(self.folder, rank, num_ranks, self.gather, options)
         self.last_step, self.num_prompts = -1, 0
         self.version: int | None = None  # after the last step
-        self.ended = self.started = False
+        self.ended, self.started, self.left_out = False, False, set[str]()
         if not options.first_step:
             self._start()
 
@@ -161,7 +161,7 @@ class Recorder:
                 are sorted by group. Samples of equal group, on any rank, answer one prompt.
             version: weight version after the step; unless given, one more than after the last one,
                 and `step + 1` after the first.
-            stats: numbers by name, or tensors with one; other values are left out.
+            stats: numbers by name, or tensors with one; others are left out, which is said once.
             checksums: crc32c of each parameter after the step, as in FORMAT.md.
             details: what the trainer needs for training on the step again, as JSON types.
             rng: states of random generators before the step, as text by name.
@@ -202,6 +202,9 @@ class Recorder:
         if stats is not None or checksums is not None:
             numbers = {str(name): to_number(value) for name, value in (stats or {}).items()}
             known = {name: value for name, value in numbers.items() if value is not None}
+            if left := sorted(numbers.keys() - known - self.left_out):
+                self.left_out.update(left)
+                print_to_stderr(f"stats that are not one number are left out: {printable(', '.join(left), 200)}")
             outcome = Outcome(step, after, (), known, dict(checksums or {}))
         self.last_step, self.version, self.num_prompts = step, after, num_prompts
 
@@ -295,7 +298,7 @@ def script_folder() -> Path:
 def to_number(value: Any) -> float | None:
     """Return a float of a number, or of a tensor with one; None for everything else."""
     try:
-        return float(value)
+        return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError):
         return None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from areal_debug import Recorder
 from recorder import RecordError, open_record, verify
@@ -23,13 +24,15 @@ FULL = FULL_SAMPLE | {
 BARE = {"tokens": [1, 2, 3, 4]}
 
 
-def test_values_are_recorded_as_they_are_given(tmp_path):
+def test_values_are_recorded_as_they_are_given(tmp_path, capsys, recwarn):
+    stats = {"loss": torch.tensor(0.5, requires_grad=True), "note": "x", "each": np.ones(3)}
     with Recorder(tmp_path / "r", config={"lr": 1e-6}, trainer="mine", trainer_version="7") as recorder:
-        recorder.step(
-            3, [FULL, FULL], version=5, stats={"loss": 0.5, "note": "x"}, checksums={"w": "0000abcd"}
-        )
+        recorder.step(3, [FULL, FULL], version=5, stats=stats, checksums={"w": "0000abcd"})
+        recorder.step(4, [], stats=stats)
+    said = "recording: stats that are not one number are left out: each, note\n"
+    assert (capsys.readouterr().err, recwarn.list) == (said, [])
     record = open_record(tmp_path / "r")
-    assert record.steps == (3,)
+    assert record.steps == (3, 4)
     assert record.header.config == {"lr": 1e-6}
     assert record.header.trainer == "mine"
     assert record.header.environment["trainer"] == {"name": "mine", "version": "7"}
