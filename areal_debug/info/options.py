@@ -99,12 +99,12 @@ def select(options: list[OptionFacts], search: str) -> list[OptionFacts]:
     """
     wanted = search.lower()
     within = [one for one in options if f"{one.name}.".startswith(f"{wanted}.")]
-    found = within or [one for one in options if wanted in one.name.lower() or wanted in one.help.lower()]
+    words = {wanted, wanted.replace("_", " ")}
+    found = within or [one for one in options if any(w in f"{one.name} {one.help}".lower() for w in words)]
     if found:
         return found
-    alike = difflib.get_close_matches(
-        wanted.rpartition(".")[2], [one.name.rpartition(".")[2] for one in options]
-    )
+    names = [one.name.rpartition(".")[2] for one in options]
+    alike = difflib.get_close_matches(wanted.rpartition(".")[2], names)
     hint = f"; similar: {', '.join(dict.fromkeys(alike))}" if alike else ""
     raise ValueError(f"no option has {search!r} in its name or help{hint}")
 

@@ -25,6 +25,8 @@ def test_an_option_has_type_default_limits_and_help():
     assert options["actor.optimizer.type"]["allowed"] == "adam, sgd, adam_bf16"
     _, out, _ = run("batch_size")
     assert "rollout.consumer_batch_size: int = as train_dataset.batch_size\n" in out
+    _, out, _ = run("learning_rate")  # what others call it
+    assert out.startswith("actor.optimizer.lr: float = 0.001 (0 or more)\n    Peak learning rate.\n")
     _, out, _ = run("train_dataset.path")
     assert "train_dataset.path: str = required\n    File (JSONL, CSV, Parquet)" in out
 
