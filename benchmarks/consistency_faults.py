@@ -1,6 +1,6 @@
 """Plant one fault at a time behind a live server, and see which cause `consistency` names first.
 
-    python -m benchmarks.consistency_faults [--only WORD ...] [--family llama] [--seed 0]
+    python -m benchmarks.consistency_faults [--only WORD ...] [--family llama] [--dtype bfloat16]
 
     consistency ── HTTP ──> proxy: changes requests or replies ── HTTP ──> embedded server
 
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -568,7 +568,7 @@ def with_stale_prefix(now: Path, before: Path, reports_cache: bool) -> Exchange:
 
     The first request of each prompt is fresh.
     """
-    model, old = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (now, before))
+    model, old = (AutoModelForCausalLM.from_pretrained(folder).float().eval() for folder in (now, before))
     seen: set[tuple[int, ...]] = set()
     random = torch.Generator().manual_seed(0)
 
@@ -671,6 +671,12 @@ def image_prompt(processor: VisionProcessor, pictures: list[Image.Image]) -> Pro
     )
 
 
+def in_dtype(fault: Fault, dtype: str) -> Fault:
+    """Compute in a dtype on each side that names none."""
+    engines = tuple(replace(engine, dtype=engine.dtype or dtype) for engine in fault.engines)
+    return replace(fault, engines=engines, dtype=fault.dtype or dtype)
+
+
 def examine(fault: Fault, model: Path, folder: Path, seed: int) -> Checked:
     folder.mkdir(parents=True)
     change = fault.previous or moved(0.3)
@@ -702,13 +708,14 @@ def grade(fault: Fault, checked: Checked) -> str:
         return "right" if found.verdict == "healthy" else "WRONG, SURE"
     if first is not None and first.id in fault.causes:
         return "right"
-    is_sure = found.verdict == "healthy" or first is None or first.confidence >= SURE
+    is_sure = first is None or first.confidence >= SURE
     return "WRONG, SURE" if is_sure else "wrong"
 
 
 def main() -> int:
     """Print one row per fault, and the counts; return 1 if an answer is wrong."""
-    given = read_options(__doc__, only=[""], family=("llama", "qwen2", "qwen3", "tiny"), seed=0)
+    families = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "tiny")
+    given = read_options(__doc__, only=[""], family=families, dtype=("float32", "bfloat16"), seed=0)
     torch.set_num_threads(1)
     grades: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as place:
@@ -717,6 +724,9 @@ def main() -> int:
             True: make_model("qwen2_5_vl", Path(place) / "images", given.seed),
         }
         chosen = [fault for fault in (*SOUND, *FAULTS) if any(word in fault.name for word in given.only)]
+        for path in models.values():  # weights of that dtype, as in the checkpoints that are trained
+            load_model(str(path), dtype=getattr(torch, given.dtype)).save_pretrained(path)
+        chosen = [in_dtype(fault, given.dtype) for fault in chosen]
         for number, fault in enumerate(chosen):
             begin = time.perf_counter()
             try:

@@ -98,7 +98,9 @@ def check(
             notes = (*notes, f"the engine could not be queried again: {error}")
     if rescoring is not None:
         setting = replace(setting, noise=noise_of_engine(setting.noise, rescoring))
-    trainer_check = check_trainer(sampled, sequences, scores)
+    engine, trainer_check = sequences.engine_logprobs[sequences.scored], None
+    if sampled.trainer is not None:
+        trainer_check = compare_trainer(engine, sampled.trainer, scores.logprob)
     if trainer_check is not None and trainer_check.is_at_fault(setting.noise.mean_abs):
         how = explain_trainer(scorer, sequences, sampled.trainer, setting)
         trainer_check = replace(trainer_check, explanation=how)
@@ -115,13 +117,6 @@ def check(
     found, setting = run_probes(diagnose_with, inputs, replays)
     detail_worst(scorer, sequences, scores, found, temperature)
     return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops, trainer_check, notes)
-
-
-def check_trainer(sampled: Sampled, sequences: Sequences, scores: Scores) -> TrainerCheck | None:
-    """Compare with the recorded logprobs of the trainer."""
-    if sampled.trainer is None:
-        return None
-    return compare_trainer(sequences.engine_logprobs[sequences.scored], sampled.trainer, scores.logprob)
 
 
 def explain_trainer(scorer: Scorer, sequences: Sequences, trainer: Floats | None, setting: Setting) -> str:

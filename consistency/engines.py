@@ -447,11 +447,6 @@ def call_all(calls: Sequence[Callable[[], T]], limit: int, done: Callable[[int],
     return [results[number] for number in range(len(calls))]
 
 
-def worker_of(prompt: int, num_engines: int) -> int:
-    """Return the index of the engine that answers a prompt: round robin."""
-    return prompt % num_engines
-
-
 # HTTP.
 
 

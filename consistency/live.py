@@ -25,7 +25,6 @@ from consistency.engines import (
     Top,
     call_all,
     connect,
-    worker_of,
 )
 from consistency.errors import BadPrompts, NothingToCompare
 from consistency.replies import find_contradictions
@@ -153,9 +152,7 @@ def query_engines(
     repeated = tuple(prompt for prompt in prompts for _ in range(num_samples))
     engines = connect(addresses, vocabulary.decode, vocabulary.size)
     calls = [
-        partial(
-            engines[worker_of(i, len(engines))].sample, prompt.ids, params, pictures_of(prompt, vocabulary)
-        )
+        partial(engines[i % len(engines)].sample, prompt.ids, params, pictures_of(prompt, vocabulary))
         for i, prompt in enumerate(repeated)
     ]
     replies = call_all(calls, MAX_CONCURRENT * len(engines), done)
@@ -192,7 +189,7 @@ def sampled_of(samples: EngineSamples, trainer_dtype: str, vocabulary: Vocabular
     prompts = dict.fromkeys((prompt.ids, prompt.images) for prompt in samples.prompts)
     numbers = {prompt: number for number, prompt in enumerate(prompts)}
     rows = [
-        one_sequence(prompt, reply, numbers[prompt.ids, prompt.images], worker_of(number, len(identities)))
+        one_sequence(prompt, reply, numbers[prompt.ids, prompt.images], number % len(identities))
         for number, (prompt, reply) in enumerate(zip(samples.prompts, samples.replies, strict=True))
         if reply.output_ids
     ]

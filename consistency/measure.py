@@ -31,12 +31,16 @@ ALIASES: dict[str, list[str]] = TABLES["aliases"]
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise floor of a precision: the largest published healthy difference."""
+    """Noise floor of a precision: the largest published healthy difference.
+
+    `own` is the largest mean |D| that this model's rounding explains, infinity if not measured.
+    """
 
     name: str
     mean_abs: float
     k3: float
     source: str
+    own: float = float("inf")
 
 
 NOISE = {key: Noise(**row) for key, row in TABLES["noise"].items()}
@@ -81,7 +85,7 @@ def measure(table: TokenTable) -> Measurement:
         **probabilities(table),
         **sequence_ratios(count, total),
         **tail(difference),
-        **against_surprisal(table),
+        "surprisal_correlation": correlation(difference, -table.trainer),
     }
     return Measurement(
         num_tokens=len(difference),
@@ -185,14 +189,6 @@ def tail(difference: Floats) -> dict[str, float]:
         else 0.0,
         "p99_over_p50": float(np.quantile(size, 0.99) / median) if median > SMALLEST_SIZE else 0.0,
         "top_percent_share": float(top.sum() / total) if total > 0 else 0.0,
-    }
-
-
-def against_surprisal(table: TokenTable) -> dict[str, float]:
-    """Correlation of D and |D| with surprisal: large for a temperature, small for kernel noise."""
-    surprisal = -table.trainer
-    return {
-        "surprisal_correlation": correlation(table.difference, surprisal),
     }
 
 

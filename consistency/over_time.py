@@ -178,12 +178,8 @@ def judge(
     first, last = float(np.median(gap[:third])), float(np.median(gap[-third:]))
     tail = steps[-third:]
     near = [one.engine < NEAR * one.gap for one in tail if np.isfinite(one.engine)]
-    shown: dict[str, Any] = {
-        "first": first,
-        "last": last,
-        "from_step": steps[0].step,
-        "to_step": steps[-1].step,
-    }
+    span = {"from_step": steps[0].step, "to_step": steps[-1].step}
+    shown: dict[str, Any] = {"first": first, "last": last} | span
     if near and all(near):
         engine = float(np.mean([one.engine for one in tail]))
         return [finding("R24.frozen", engine=engine, gap=last, **shown)]
@@ -199,20 +195,10 @@ def judge(
     rise = np.diff(gap)
     at = int(rise.argmax()) + 1
     before, after = gap[:at], gap[at:]
-    if (
-        len(before) > 1
-        and len(after) > 1
-        and after.min() > GROWS * before.max()
-        and rise.max() > 0.5 * (np.median(after) - np.median(before))
-    ):
-        return [
-            finding(
-                "R25.jump",
-                step=steps[at].step,
-                before=float(np.median(before)),
-                after=float(np.median(after)),
-            )
-        ]
+    is_jump = min(len(before), len(after)) > 1 and after.min() > GROWS * before.max()
+    left, right = float(np.median(before)), float(np.median(after))
+    if is_jump and rise.max() > 0.5 * (right - left):
+        return [finding("R25.jump", step=steps[at].step, before=left, after=right)]
     line = lines.get("steps")
     if line is not None and line.t > CLEAR and last > GROWS * first and last > 10 * NEGLIGIBLE:
         return [finding("R24.grows", slope=line.slope, t=line.t, **shown)]

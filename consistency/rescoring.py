@@ -111,13 +111,9 @@ def compare_trainer(engine: Floats, trainer: Floats, model: Floats) -> TrainerCh
     if not usable.any():
         return None
     engine, trainer, model = engine[usable], trainer[usable], model[usable]
-
-    def distance(left: Floats, right: Floats) -> float:
-        return float(np.abs(left - right).mean())
-
     return TrainerCheck(
         num_tokens=len(engine),
-        engine_trainer=distance(engine, trainer),
-        trainer_model=distance(trainer, model),
-        engine_model=distance(engine, model),
+        engine_trainer=mean_distance(engine, trainer),
+        trainer_model=mean_distance(trainer, model),
+        engine_model=mean_distance(engine, model),
     )

@@ -189,25 +189,17 @@ def concatenate(batches: Sequence[Sequences]) -> Sequences:
         columns = [getattr(batch, name) for batch in batches]
         return None if any(column is None for column in columns) else np.concatenate(columns)
 
+    columns = ("input_ids", "sampled", "engine_logprobs", "versions", "prompt_id", "worker", "cached_tokens")
+    pictures = [batch.images for batch in batches]
+    are_known = any(images is not None for images in pictures)
     return Sequences(
-        joined("input_ids"),
-        np.concatenate([*bounds, ends[-1:]]),
-        joined("sampled"),
-        joined("engine_logprobs"),
-        joined("versions"),
-        joined("prompt_id"),
-        joined("worker"),
-        joined("cached_tokens"),
-        tuple(difference for batch in batches for difference in batch.length_differences),
-        joined_images(batches),
-        joined("experts"),
+        cu_seqlens=np.concatenate([*bounds, ends[-1:]]),
+        length_differences=tuple(difference for batch in batches for difference in batch.length_differences),
+        images=tuple(one for batch in batches for one in batch.images or ((),) * batch.num_rows)
+        if are_known
+        else None,
+        **{name: joined(name) for name in (*columns, "experts")},
     )
-
-
-def joined_images(batches: Sequence[Sequences]) -> Images | None:
-    if all(batch.images is None for batch in batches):
-        return None
-    return tuple(images for batch in batches for images in batch.images or ((),) * batch.num_rows)
 
 
 def model_dtype(path: str) -> str:

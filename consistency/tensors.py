@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consistency.score import Scorer, image_inputs, score_logprobs
+from consistency.score import Scorer, image_inputs, score_logprobs, scorer_of
 from consistency.tokens import Floats, Sequences
 from consistency.transforms import RESIDUAL_BOUND, select_rows, spread_rows
 
@@ -158,17 +158,19 @@ def add_up(engine: Floats, start: Floats, effects: dict[Names, Floats]) -> list[
     return chosen
 
 
-TOKENS = 256
+TOKENS = 512
 MOST_PARAMETERS = 20_000_000
 ELEMENTS_AT_A_TIME = 50_000_000  # of gradients
 SKETCH = 8192  # elements of a tensor's gradient that are kept, larger ones are hashed to as many
 EVERY = "all tensors"
 TOWER = "the vision tower"
 MARGIN_NATS = 12.0  # over the next tensor
-MOST_NOISE = 0.2  # of the root mean square of D, that the winner may leave as noise
+CLEAR_NATS = 40.0  # over noise alone, of weights where the tensor stays open
+MOST_NOISE = 0.2  # of the size of D, that an exact change may leave as noise
+MOST_LEFT = 0.3  # of it, where a change was only weighed
 LARGEST = 0.5  # root mean square of D, in nats, up to which the first order holds
 FACTORS = {"zero": 0.0, "halved": 0.5, "doubled": 2.0, "with the other sign": -1.0}
-SCALES = np.logspace(-3, 9, 25)
+SCALES = np.logspace(-3, 9, 49)
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ class ChangedTensor:
     """The tensor, the nats by which it beats the next one and noise alone, and what it leaves.
 
     `noise` is the share of the root mean square of D that stays unexplained; `how` describes an
-    exact change that was scored, None for one that was only weighed.
+    exact change that was scored, None for one that was only weighed. Where several tensors are
+    about as likely, `is_open` is true, and `name` lists the likeliest.
     """
 
     name: str
@@ -184,12 +187,20 @@ class ChangedTensor:
     nats: float
     noise: float
     how: str | None = None
+    is_open: bool = False
 
 
-def find_changed_tensor(scorer: Scorer, rows: Sequences, temperature: float) -> ChangedTensor | None:
-    """Find the tensor whose change explains the engine's logprobs; None if none clearly does."""
+def find_changed_tensor(
+    scorer: Scorer, rows: Sequences, temperature: float, rounding: float = 0.0
+) -> ChangedTensor | None:
+    """Find the tensor whose change explains the engine's logprobs; None if none clearly does.
+
+    `rounding` is the root mean square that the dtypes of both sides may leave, in nats.
+    """
     if sum(p.numel() for p in scorer.model.parameters()) > MOST_PARAMETERS:
         return None
+    if scorer.model.dtype != torch.float32:  # the engine's rounding alone is noise enough
+        scorer = scorer_of(copy.deepcopy(scorer.model).float(), scorer.processor)
     sample = select_rows(rows, spread_rows(rows, TOKENS))
     base = score_logprobs(scorer, sample, temperature=temperature)
     difference = sample.engine_logprobs[sample.scored] - base
@@ -207,7 +218,8 @@ def find_changed_tensor(scorer: Scorer, rows: Sequences, temperature: float) -> 
         name: kernel[kept][:, kept] for name, kernel in kernels_of(scorer, sample, temperature).items()
     }
     tower = [] if sample.images is None else vision_tensors(scorer.model)
-    kernels[EVERY] = torch.stack(list(kernels.values())).sum(0)
+    sizes = {name: mean_square(parameter) for name, parameter in scorer.model.named_parameters()}
+    kernels[EVERY] = torch.stack([kernel / sizes[name] for name, kernel in kernels.items()]).sum(0)
     if tower:
         kernels[TOWER] = torch.stack([kernels[name] for name in tower]).sum(0)
     target = torch.as_tensor(difference[usable])
@@ -221,7 +233,14 @@ def find_changed_tensor(scorer: Scorer, rows: Sequences, temperature: float) -> 
         first, second = TOWER, next(name for name in ranked if name not in in_tower)
     nats, noise = weighed[first]
     found = ChangedTensor(first, nats - weighed[second][0], nats - alone, noise / size)
-    return found if found.margin > MARGIN_NATS and found.noise < MOST_NOISE else None
+    if noise > max(MOST_LEFT * size, rounding) or found.nats < MARGIN_NATS:
+        return None
+    if found.margin > MARGIN_NATS:
+        return found
+    if found.nats < CLEAR_NATS or noise > max(MOST_NOISE * size, rounding):
+        return None
+    near = [name for name in ranked if nats - weighed[name][0] <= MARGIN_NATS]
+    return replace(found, name=", ".join(near[:3]), is_open=True)
 
 
 def find_rescaled(scorer: Scorer, rows: Sequences, base: Floats, temperature: float) -> ChangedTensor | None:
@@ -272,14 +291,14 @@ def kernels_of(scorer: Scorer, rows: Sequences, temperature: float) -> dict[str,
             for column, gradient, sketch in zip(columns, gradients, hashes, strict=True):
                 column.append(sketched(torch.zeros(len(chunk), 1) if gradient is None else gradient, sketch))
     return {
-        name: (jacobian := torch.cat(column).double()) @ jacobian.T * max(mean_square(parameter), 1e-8)
+        name: (jacobian := torch.cat(column).double()) @ jacobian.T * mean_square(parameter)
         for name, column, parameter in zip(names, columns, parameters, strict=True)
     }
 
 
 def mean_square(parameter: Tensor) -> float:
     """Mean square of a tensor: tensors move by a share of their size."""
-    return float((parameter.detach() ** 2).mean())
+    return max(float((parameter.detach() ** 2).mean()), 1e-8)
 
 
 def sketch_of(num_elements: int, random: torch.Generator) -> tuple[Tensor, Tensor] | None:

@@ -11,7 +11,7 @@ excludes.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -197,13 +197,9 @@ def finer_grid(
     known = {p.parameter for p in members}
     points: set[float] = set()
     for best in judged:
-        ends = (
-            members[max(best - 1, 0)].parameter,
-            members[best].parameter,
-            members[min(best + 1, len(members) - 1)].parameter,
-        )
-        for low, high in itertools.pairwise(ends):
-            points |= set(np.linspace(low, high, ZOOM_POINTS // 2 + 2).tolist())
+        near = members[max(best - 1, 0) : best + 2]
+        for low, high in itertools.pairwise(near):
+            points |= set(np.linspace(low.parameter, high.parameter, ZOOM_POINTS // 2 + 2).tolist())
     return tuple(sorted(points - known))
 
 
@@ -259,13 +255,8 @@ def tokens_within(logits: int, vocabulary_size: int) -> int:
 
 
 def subsampled(sample: LogitSample, stride: int) -> LogitSample:
-    return LogitSample(
-        sample.rows,
-        sample.places[::stride],
-        sample.tokens[::stride],
-        sample.hidden[::stride],
-        sample.labels[::stride],
-    )
+    columns = {name: values[::stride] for name, values in vars(sample).items() if name != "rows"}
+    return replace(sample, **columns)
 
 
 def select_rows(sequences: Sequences, rows: Ints) -> Sequences:

@@ -8,6 +8,8 @@ the noise floor: the published level of a precision, raised by what model or eng
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ import torch
 from areal_core.engine.routers import Routers
 from areal_core.errors import ModelError
 from consistency.alternatives.images import image_alternatives, tower_alternative
-from consistency.alternatives.variants import variant_alternatives
+from consistency.alternatives.variants import Variant, best_of, scanned, variant_alternatives
 from consistency.case import DTYPES, Alternative, Request, Setting
 from consistency.diagnose import Diagnosis, is_accusation
 from consistency.measure import NOISE, Noise, k3
@@ -34,6 +36,7 @@ from consistency.transforms import (
 NOISE_MARGIN = 1.6
 
 SETTLED_CONFIDENCE = 0.85
+MOST_TO_MEASURE = 1_000_000_000  # parameters; published noise is of models of 4 billion and more
 LEAST_TO_WEIGH = 1e-5  # mean |D|; float32 kernels on CPUs differ by 1e-6
 EXPERTS = "the engine's experts"
 Diagnose = Callable[..., Diagnosis]  # diagnose(setting, alternatives=...)
@@ -59,33 +62,33 @@ def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tup
     Returns:
         The last diagnosis, and the setting with the noise floor of this model.
     """
-    setting = inputs.setting
+    setting, rounding = inputs.setting, 0.0
     found = diagnose(setting)
     alternatives: list[Alternative] = []
     for probe in PROBES:
-        # Whatever is accused, the noise floor of this model is needed to weigh it.
-        if is_settled(found) and (probe is not probe_dtype or found.verdict == "healthy"):
+        # Whatever is said, the noise floor of this model is needed to weigh it.
+        is_small = sum(p.numel() for p in inputs.scorer.model.parameters()) <= MOST_TO_MEASURE
+        measures = found.verdict != "healthy" or (is_small and setting.noise.name != "float32")
+        if is_settled(found, setting) and not (probe is probe_dtype and measures):
             break
         alternatives += probe(inputs)
-        if probe is probe_dtype:
+        if probe is probe_dtype and setting.noise.name != "float32":
             setting = replace(setting, noise=noise_of_model(setting.noise, alternatives[0], replays))
+            rounding = NOISE_MARGIN * float(np.std(alternatives[0].logprobs - replays.base))
         found = diagnose(setting, alternatives=alternatives)
-    if not is_settled(found) or is_small_for_noise(found, setting):
-        changed = find_changed_tensor(inputs.scorer, inputs.rows, setting.temperature)
+    # Where float32 kernels agree, a healthy difference is small, and may still be a tensor's.
+    size, is_exact = found.measurement.metrics["mean_abs"], setting.noise.name == "float32"
+    if not is_settled(found, setting) or (is_exact and found.verdict == "healthy" and size > LEAST_TO_WEIGH):
+        changed = find_changed_tensor(inputs.scorer, inputs.rows, setting.temperature, rounding)
         found = diagnose(setting, alternatives=alternatives, changed_tensor=changed)
     return found, setting
 
 
-def is_small_for_noise(found: Diagnosis, setting: Setting) -> bool:
-    size = found.measurement.metrics["mean_abs"]
-    return found.verdict == "healthy" and setting.noise.name == "float32" and size > LEAST_TO_WEIGH
-
-
-def is_settled(found: Diagnosis) -> bool:
+def is_settled(found: Diagnosis, setting: Setting) -> bool:
     """Return whether another probe could hardly change the verdict."""
-    return found.verdict == "healthy" or any(
-        is_accusation(cause) and cause.confidence > SETTLED_CONFIDENCE for cause in found.causes
-    )
+    if found.verdict == "healthy":
+        return found.measurement.metrics["mean_abs"] <= setting.noise.own
+    return any(is_accusation(cause) and cause.confidence > SETTLED_CONFIDENCE for cause in found.causes)
 
 
 def probe_dtype(inputs: ProbeInputs) -> list[Alternative]:
@@ -116,6 +119,9 @@ def probe_checkpoints(inputs: ProbeInputs) -> list[Alternative]:
         whole = checkpoint_alternative(other, inputs.rows, cause, name, temperature)
         found += tower_alternative(inputs.scorer, other, inputs.rows, name, temperature)
         found += [whole, *of_some_rows(inputs.rows, now, whole)]
+        if cause == "R32":
+            scales = adapter_scales(inputs.scorer, other)
+            found += best_of(inputs.scorer, inputs.rows, temperature, list(scales))
     if request.previous is not None and request.base is not None and request.previous != request.base:
         with last_update_on(inputs.scorer, loaded[PREVIOUS], loaded[BASE]):
             found.append(checkpoint_alternative(inputs.scorer, inputs.rows, "R24.delta", DELTA, temperature))
@@ -124,6 +130,7 @@ def probe_checkpoints(inputs: ProbeInputs) -> list[Alternative]:
 
 PREVIOUS, BASE = "the previous checkpoint", "the base model"
 DELTA = "the base model with the last update"
+ADAPTER_SCALES = (1 / 64, 1 / 16, 0.25, 0.5, 2.0, 4.0, 16.0)
 
 
 def known_checkpoints(inputs: ProbeInputs) -> dict[str, Scorer]:
@@ -145,6 +152,18 @@ def is_adapter(now: Scorer, base: Scorer) -> bool:
         if values.dim() == 1 or "embed" in name
     ]
     return bool(same) and all(same)
+
+
+def adapter_scales(now: Scorer, base: Scorer) -> Iterator[Variant]:
+    """Yield the model with another scale of its adapter, which is what it adds to the base."""
+    theirs = dict(base.model.named_parameters())
+    mine = [(values, theirs[name].data) for name, values in now.model.named_parameters()]
+
+    def scaled(by: float) -> Variant:
+        changes = [(values, partial(torch.lerp, first, weight=by)) for values, first in mine]
+        return Variant("R32.scale", f"the adapter times {by:.3g}", list(changes))
+
+    return scanned(scaled, ADAPTER_SCALES, 1.0)
 
 
 def of_some_rows(rows: Sequences, now: Floats, other: Alternative) -> list[Alternative]:
@@ -210,14 +229,11 @@ def partial_alternatives(
 def bos_alternatives(
     scorer: Scorer, sequences: Sequences, bos_token_id: int, temperature: float
 ) -> list[Alternative]:
-    found = [
-        (
-            "double BOS" if begins_with(sequences, bos_token_id) else "BOS that the record lacks",
-            with_first(sequences, bos_token_id),
-        )
-    ]
-    if begins_with(sequences, bos_token_id):
-        found.append(("missing BOS", without_first(sequences)))
+    first = sequences.input_ids[sequences.cu_seqlens[:-1]]
+    changes: dict[str, int | None] = {"BOS that the record lacks": bos_token_id}
+    if (first == bos_token_id).all():
+        changes = {"double BOS": bos_token_id, "missing BOS": None}
+    found = [(name, with_begin(sequences, token_id)) for name, token_id in changes.items()]
     return [
         Alternative("R15", name, score_logprobs(scorer, changed, temperature=temperature))
         for name, changed in found
@@ -225,29 +241,18 @@ def bos_alternatives(
     ]
 
 
-def begins_with(sequences: Sequences, token_id: int) -> bool:
-    """Return whether every row begins with the token."""
-    return bool((sequences.input_ids[sequences.cu_seqlens[:-1]] == token_id).all())
+def with_begin(sequences: Sequences, token_id: int | None) -> Sequences:
+    """Put a token before each row, or leave the first one out for None."""
+    begins, by = sequences.cu_seqlens[:-1], np.arange(len(sequences.cu_seqlens))
 
+    def changed(column: Any, value: Any) -> Any:
+        return np.delete(column, begins) if token_id is None else np.insert(column, begins, value)
 
-def with_first(sequences: Sequences, token_id: int) -> Sequences:
-    begins = sequences.cu_seqlens[:-1]
     return Sequences(
-        input_ids=np.insert(sequences.input_ids, begins, token_id),
-        sampled=np.insert(sequences.sampled, begins, False),
-        engine_logprobs=np.insert(sequences.engine_logprobs, begins, 0.0),
-        cu_seqlens=sequences.cu_seqlens + np.arange(len(sequences.cu_seqlens)),
-        images=sequences.images,
-    )
-
-
-def without_first(sequences: Sequences) -> Sequences:
-    begins = sequences.cu_seqlens[:-1]
-    return Sequences(
-        input_ids=np.delete(sequences.input_ids, begins),
-        sampled=np.delete(sequences.sampled, begins),
-        engine_logprobs=np.delete(sequences.engine_logprobs, begins),
-        cu_seqlens=sequences.cu_seqlens - np.arange(len(sequences.cu_seqlens)),
+        input_ids=changed(sequences.input_ids, token_id),
+        sampled=changed(sequences.sampled, False),
+        engine_logprobs=changed(sequences.engine_logprobs, 0.0),
+        cu_seqlens=sequences.cu_seqlens - by if token_id is None else sequences.cu_seqlens + by,
         images=sequences.images,
     )
 
@@ -255,18 +260,16 @@ def without_first(sequences: Sequences) -> Sequences:
 def noise_of_model(published: Noise, other_dtype: Alternative, replays: Replays) -> Noise:
     """Return the published noise, or more if this model's logprobs change more between dtypes.
 
-    Those of small models do.
+    `own` is what this model shows: depth, width and vocabulary decide how far rounding moves it.
     """
     moves = other_dtype.logprobs - replays.base
     mean_abs, k3_mean = float(np.abs(moves).mean()), float(k3(moves).mean())
-    if published.name == "float32" or NOISE_MARGIN * mean_abs <= published.mean_abs:
-        return published
-    return Noise(
-        f"{published.name}, on this model",
-        max(published.mean_abs, NOISE_MARGIN * mean_abs),
-        max(published.k3, NOISE_MARGIN**2 * k3_mean),
-        f"{other_dtype.name} changes its logprobs by {mean_abs:.2g} on average",
-    )
+    own = NOISE_MARGIN * mean_abs
+    if own <= published.mean_abs:
+        return replace(published, own=own)
+    source = f"{other_dtype.name} changes its logprobs by {mean_abs:.2g} on average"
+    name, k3_most = f"{published.name}, on this model", max(published.k3, NOISE_MARGIN**2 * k3_mean)
+    return Noise(name, own, k3_most, source, own)
 
 
 EXACT_BELOW, EXACT_SHARE = 1e-5, 0.25  # of float32 engines; rounding to bfloat16 leaves 1 in 1,000

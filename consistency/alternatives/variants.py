@@ -7,7 +7,7 @@ taken back. All are screened on few tokens; the one that fits best is scored on 
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,9 @@ from consistency.transforms import mean_square, select_rows, spread_rows
 TOKENS_TO_SCREEN = 256
 LEAST_GAIN = 1.5  # of squares, below which the best variant is not scored on all tokens
 BASES = (1e3, 2.5e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
+TABLE_SIZES = (0.5, 0.7, 1.4, 2.0)
 FACTORS = (0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
-REFINEMENTS, POINTS = 3, 5  # of the rotary base
+REFINEMENTS, POINTS = 3, 5  # of a scanned number
 EPSILONS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 MOST_LAYERS = 48  # beyond it, only the first and the last are skipped
 
@@ -40,7 +41,8 @@ class Variant:
     values: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = field(default_factory=list)
     attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
     hooks: list[tuple[nn.Module, Hook]] = field(default_factory=list)
-    base: float | None = None  # rotary base, which can be refined
+    scan: "Scan | None" = None  # the numbers of which it is one, which can be refined
+    number: float = 0.0
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -61,8 +63,23 @@ class Variant:
         return not (self.values or self.attributes or self.hooks)
 
 
+Scan = tuple[Callable[[float], Variant], tuple[float, ...], float]  # maker, grid, the model's number
+
+
+def scanned(make: Callable[[float], Variant], grid: tuple[float, ...], own: float) -> Iterator[Variant]:
+    """Yield variants that differ in one number."""
+    scan = (make, grid, own)
+    yield from (replace(make(number), scan=scan, number=number) for number in grid)
+
+
 def variant_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Alternative]:
     """Score with the variant that fits the engine's logprobs best; none if none does."""
+    return best_of(scorer, rows, temperature, list(variants_of(scorer.model)))
+
+
+def best_of(
+    scorer: Scorer, rows: Sequences, temperature: float, variants: list[Variant]
+) -> list[Alternative]:
     screened = select_rows(rows, spread_rows(rows, TOKENS_TO_SCREEN))
     engine = screened.engine_logprobs[screened.scored]
     usable = np.isfinite(engine)
@@ -72,15 +89,17 @@ def variant_alternatives(scorer: Scorer, rows: Sequences, temperature: float) ->
         return mean_square(engine[usable], np.nan_to_num(predicted[usable], neginf=-1e9))
 
     as_is = miss(Variant("", ""))
-    every = [variant for variant in variants_of(scorer.model) if not variant.is_empty]
+    every = [variant for variant in variants if not variant.is_empty]
     misses = [miss(variant) for variant in every]
     if not misses:
         return []
     least = min(misses)
     # Of variants that do the same to this model, the first.
     chosen = next(one for one, left in zip(every, misses, strict=True) if left <= least * TIE_RATIO)
-    if chosen.base is not None:
-        least, chosen = refine(scorer.model, miss, least, chosen)
+    # A number near the model's own may fit where none of a coarse grid does.
+    near = [scan for scan in dict.fromkeys(one.scan for one in every) if scan is not None]
+    for scan in near if least * LEAST_GAIN > as_is else () if chosen.scan is None else [chosen.scan]:
+        least, chosen = refine(miss, least, chosen, scan)
     if least * LEAST_GAIN > as_is:
         return []
     return [Alternative(chosen.cause, chosen.name, scored_with(chosen, scorer, rows, temperature))]
@@ -109,9 +128,10 @@ def variants_of(model: Any) -> Iterator[Variant]:
 def rotary_variants(model: Any) -> Iterator[Variant]:
     own = rotary_base(model)
     if own is not None:
-        yield from (based(model, base) for base in BASES)
+        yield from scanned(partial(based, model), BASES, own)
         yield from (scaled(model, factor) for factor in FACTORS)
     tables = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
+    yield from scanned(partial(larger_table, tables), TABLE_SIZES, 1.0)
     for name, change in TABLES.items():
         yield Variant("R49", name, hooks=[(table, partial(changed_table, change)) for table in tables])
     for name, order in (
@@ -127,6 +147,14 @@ TABLES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "rotary positions in the other direction": lambda cos, sin: (cos, -sin),
     "a rotary table in bfloat16": lambda cos, sin: (cos.bfloat16().to(cos), sin.bfloat16().to(sin)),
 }
+
+
+def larger_table(tables: list[nn.Module], factor: float) -> Variant:
+    """Return the model whose cosines and sines are multiplied by a number, as YaRN does."""
+    hooks = [
+        (table, partial(changed_table, lambda cos, sin: (factor * cos, factor * sin))) for table in tables
+    ]
+    return Variant("R49", f"a rotary table times {factor:.3g} (attention_factor of YaRN)", hooks=list(hooks))
 
 
 def changed_table(change: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, table: Any) -> Any:
@@ -164,7 +192,7 @@ def based(model: Any, base: float) -> Variant:
         return (old.double() ** power).to(old.dtype)
 
     name = f"rotary base {base:.3g} (the model's base is {own:.3g})"
-    return Variant("R49", name, [(buffer, change) for buffer in frequencies(model)], base=base)
+    return Variant("R49", name, [(buffer, change) for buffer in frequencies(model)])
 
 
 def scaled(model: Any, factor: float) -> Variant:
@@ -174,20 +202,20 @@ def scaled(model: Any, factor: float) -> Variant:
 
 
 def refine(
-    model: Any, miss: Callable[[Variant], float], least: float, chosen: Variant
+    miss: Callable[[Variant], float], least: float, chosen: Variant, scan: Scan
 ) -> tuple[float, Variant]:
-    """Search the rotary base between the neighbours of the best one."""
-    assert chosen.base is not None
-    grid = sorted({*BASES, rotary_base(model) or chosen.base})
-    at = grid.index(chosen.base)
-    low, high = grid[max(at - 1, 0)], grid[min(at + 1, len(grid) - 1)]
+    """Search a number between the neighbours of the best one, or of the model's own."""
+    make, numbers, own = scan
+    at = chosen.number if chosen.scan is scan else own
+    grid = sorted({*numbers, own})
+    low, high = grid[max(grid.index(at) - 1, 0)], grid[min(grid.index(at) + 1, len(grid) - 1)]
     for _ in range(REFINEMENTS):
-        for base in np.geomspace(low, high, POINTS + 2).tolist():
-            variant = based(model, base)
+        for number in np.geomspace(low, high, POINTS + 2).tolist():
+            variant = make(number)
             if (found := miss(variant)) < least:
-                least, chosen = found, variant
+                least, chosen, at = found, variant, number
         step = (high / low) ** (1 / (POINTS + 1))
-        low, high = chosen.base / step, chosen.base * step
+        low, high = at / step, at * step
     return least, chosen
 
 
@@ -388,6 +416,9 @@ def expert_variants(model: Any) -> Iterator[Variant]:
         yield Variant(
             "R54", f"{abs(by)} expert {'more' if by > 0 else 'less'} a token", attributes=list(attributes)
         )
+    routers_of = [one for one in choosing if type(one).__name__.lower().endswith("topkrouter")]
+    raw = "experts weighed by the router's logits, without a softmax"
+    yield Variant("R54", raw, hooks=[(one, weighed_by_logits) for one in routers_of])
     for name in ("norm_topk_prob", "norm_topk"):
         owners = [one for one in model.modules() if isinstance(getattr(one, name, None), bool)]
         attributes = [(one, name, not getattr(one, name)) for one in owners]
@@ -408,6 +439,11 @@ def expert_variants(model: Any) -> Iterator[Variant]:
         "the shared expert skipped",
         hooks=[(module, lambda module, args, kwargs, output: torch.zeros_like(output)) for module in shared],
     )
+
+
+def weighed_by_logits(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    logits, _, chosen = output
+    return logits, logits.gather(-1, chosen), chosen
 
 
 # Quantised weights.

@@ -16,6 +16,8 @@ FEWEST_REPEATED = 5  # tokens
 MOVES_SHARED = 0.4  # correlation of D with what another dtype changes
 FEWEST_PREFILLED = 8  # first tokens of turns
 MOST_ROWS = 0.8  # of the rows must have wrong tokens after the first
+NO_ROUTER = 0.55  # confidence in a tail of a model without experts: what made it stays open
+THIN = 0.6  # confidence in noise of published size that this model's own rounding does not reach
 MIN_RUN = 3  # tokens; a shorter run can be chance
 
 
@@ -207,6 +209,8 @@ def heavy_tail(case: Case) -> Finding | None:
         return None
     return finding(
         "R42.tail",
+        None if case.setting.has_experts else NO_ROUTER,
+        like=" (as from different expert routing)" if case.setting.has_experts else "",
         kurtosis=heavy["kurtosis"],
         p99=heavy["p99_over_p50"],
         top=heavy["top_percent_share"],
@@ -234,8 +238,12 @@ def ordinary_noise(case: Case) -> Finding | None:
     k3, noise = case.measurement.metrics["k3"], case.setting.noise
     if case.mean_abs > noise.mean_abs or k3 > noise.k3:
         return None
+    is_thin = case.mean_abs > noise.own
+    own = f"; rounding explains {noise.own:.2g} in this model, so a small fault is not excluded"
     return finding(
         "R35",
+        THIN if is_thin else None,
+        own=own if is_thin else "",
         noise=noise.name,
         mean_abs=case.mean_abs,
         limit=noise.mean_abs,

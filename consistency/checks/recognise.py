@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from consistency.case import BAD_RATIO, Case, Explanation
+from consistency.case import BAD_RATIO, NEGLIGIBLE, Case, Explanation
 from consistency.causes import Finding, finding
 from consistency.checks.numerics import (
     MIN_RUN,
@@ -43,6 +43,8 @@ TOKENS_AFTER_ONSET = 12  # positions after the window's end in which every seque
 LARGEST_CHANCE = 0.01  # that no bad row is among the fresh ones
 SURE_MARGIN = 40.0  # nats over the next tensor
 MOST_LEFT = 0.5  # of the difference by the engine's experts alone, where the choice is the cause
+APART_RATIO, APART_ERRORS = 1.5, 5.0  # between engines of usual noise: of means, in standard errors
+SMALL_BUT_APART = 0.7  # confidence in engines that differ so
 UNRELATED = 0.5  # confidence, below R33: where nothing is alike, the token id explains much of D, too
 VISION_WORDS = (".visual.", "vision_tower", "multi_modal_projector")
 VOCABULARY_WORDS = ("embed", "lm_head", "wte")
@@ -57,10 +59,16 @@ def from_replay(case: Case) -> Finding | None:
     if found is None:
         return None
     p = found.prediction
-    key = "R02" if p.cause == "R01" and applied_twice(case, p.parameter) else p.cause
+    key, recorded = p.cause, case.setting.temperature
+    if key == "R01" and abs(recorded - 1.0) > T_TOLERANCE:  # applied twice, or inverted?
+        nearest = min(abs(p.parameter - recorded**2), abs(p.parameter - 1 / recorded))
+        key = "R02" if nearest < T_TOLERANCE else key
     if key == "R42" and left_by_experts(case)[1] > MOST_LEFT * case.mean_abs:
         key = "R42.weights"
-    fields: dict[str, Any] = {"name": p.name, "value": p.parameter, "replay": replay_evidence(found)}
+    value = f" {p.parameter:g}" if p.parameter else ""
+    left = f"leaves a residual {found.gain:.1f} times smaller ({found.residual:.2g})"
+    shown = f"replaying {p.name}{value} {left}"
+    fields: dict[str, Any] = {"name": p.name, "value": p.parameter, "replay": shown}
     fields["temperature"] = case.setting.temperature
     if key in FIELDS:
         fields |= FIELDS[key](case, p)
@@ -76,20 +84,6 @@ def confidence(found: Explanation) -> float:
     return float(np.clip(0.6 + 0.39 * np.log(found.gain / 1.5) / np.log(20 / 1.5), 0.6, 0.99))
 
 
-def replay_evidence(found: Explanation) -> str:
-    p = found.prediction
-    value = f" {p.parameter:g}" if p.parameter else ""
-    return (
-        f"replaying {p.name}{value} leaves a residual {found.gain:.1f} times smaller ({found.residual:.2g})"
-    )
-
-
-def applied_twice(case: Case, engine: float) -> bool:
-    recorded = case.setting.temperature
-    nearest = min(abs(engine - recorded**2), abs(engine - 1 / recorded))
-    return abs(recorded - 1.0) > T_TOLERANCE and nearest < T_TOLERANCE
-
-
 def temperature_fields(case: Case, p: Prediction) -> dict[str, Any]:
     raw = abs(p.parameter - 1.0) < T_TOLERANCE
     what = "the engine reports raw logprobs (temperature 1)"
@@ -102,11 +96,6 @@ def temperature_fields(case: Case, p: Prediction) -> dict[str, Any]:
 
 def penalty_fields(case: Case, p: Prediction) -> dict[str, Any]:
     return {"option": p.name.split()[0], "neutral": "1.0" if "repetition" in p.name else "0.0"}
-
-
-def mispaired_fields(case: Case, p: Prediction) -> dict[str, Any]:
-    share = f"{p.parameter:.0%} of the rows fit another row's scores"
-    return {"what": share if p.parameter else f"{p.name} explain the logprobs"}
 
 
 def left_by_experts(case: Case) -> list[float]:
@@ -137,7 +126,11 @@ FIELDS: dict[str, Callable[[Case, Prediction], dict[str, Any]]] = {
         "where": "everywhere" if np.isinf(p.parameter) else f"for the first {p.parameter:.0f} tokens"
     },
     "R09": lambda case, p: {"share": float(np.mean(case.scores.rank[case.scores.rank >= 0] == 0))},
-    "R12": mispaired_fields,
+    "R12": lambda case, p: {
+        "what": f"{p.parameter:.0%} of the rows fit another row's scores"
+        if p.parameter
+        else f"{p.name} explain the logprobs"
+    },
     "R42": expert_fields,
     "R42.weights": expert_fields,
 }
@@ -330,13 +323,21 @@ def one_tensor_differs(case: Case) -> Finding | None:
     found = case.changed_tensor
     if found is None or case.explanation is not None:
         return None
-    if case.setting.noise.name != "float32" and case.mean_abs <= case.level:
-        return None  # ordinary rounding: of few experts or layers, which then stand out
+    if case.setting.has_experts and case.setting.noise.name != "float32" and case.mean_abs <= case.level:
+        return None  # ordinary rounding: of few experts, which then stand out
+    if one_worker_differs(case) is not None:
+        return None  # all rows of an engine have the same weights
     weighed = (
         f"{found.name} {found.how} leaves {found.noise:.0%} of the difference"
         if found.how is not None
         else f"a change of {found.name} explains which tokens differ, and leaves {found.noise:.0%} of the difference as noise"
     )
+    if found.is_open:
+        return finding(
+            "R24.open",
+            tensor=found.name,
+            weighed=f"{weighed}: {found.nats:.0f} nats likelier than noise alone",
+        )
     is_vision = found.name == TOWER or any(word in found.name for word in VISION_WORDS)
     is_vocabulary = any(word in found.name for word in VOCABULARY_WORDS)
     most = 0.6 if found.name == EVERY else 0.95 if found.how is not None else 0.9
@@ -413,15 +414,20 @@ def update_in_flight(case: Case) -> Finding | None:
 
 def one_worker_differs(case: Case) -> Finding | None:
     """R34: some engines or sequences are bad and the others are not."""
+    size, worker = np.abs(case.table.difference), case.table.worker
+    if worker is not None and case.explanation is None:
+        names, means, _ = means_by(worker, size)
+        is_large = case.mean_abs > case.level
+        least = BAD_RATIO * max(means.min(), case.level / 2) if is_large else APART_RATIO * means.min()
+        bad = means > least
+        if not bad.any() or bad.all() or not (is_large or are_apart(case, names[bad])):
+            return None
+        sure = None if is_large else SMALL_BUT_APART
+        return finding(
+            "R34", sure, bad=means[bad].mean(), names=names[bad].tolist(), clean=means[~bad].mean()
+        )
     if not case.unexplained:
         return None
-    size = np.abs(case.table.difference)
-    if case.table.worker is not None:
-        names, means, _ = means_by(case.table.worker, size)
-        bad = means > BAD_RATIO * max(float(means.min()), case.level / 2)
-        if not bad.any() or bad.all():
-            return None
-        return finding("R34", bad=means[bad].mean(), names=names[bad].tolist(), clean=means[~bad].mean())
     mean = breaks(case.table).mean
     bad, clean = mean > BAD_RATIO * case.level, mean < 1.5 * case.level
     if bad.sum() < 2 or clean.sum() < 2 or (bad | clean).mean() < 0.9:
@@ -429,6 +435,15 @@ def one_worker_differs(case: Case) -> Finding | None:
     return finding(
         "R34.sequences", count=bad.sum(), total=len(bad), bad=mean[bad].mean(), clean=mean[clean].mean()
     )
+
+
+def are_apart(case: Case, bad: Ints) -> bool:
+    """Return whether some engines are clearly noisier than the others, which round as well."""
+    assert case.table.worker is not None
+    row, size, is_bad = case.table.sequence, np.abs(case.table.difference), np.isin(case.table.worker, bad)
+    high, low = (means_by(row[of], size[of])[1] for of in (is_bad, ~is_bad))
+    error = np.hypot(high.std() / np.sqrt(len(high)), low.std() / np.sqrt(len(low)))
+    return bool(low.mean() > NEGLIGIBLE and high.mean() - low.mean() > APART_ERRORS * error)
 
 
 def token_bias(case: Case) -> Finding | None:

@@ -35,13 +35,8 @@ def trend(position: Ints, size: Floats) -> Trend | None:
     bins = np.array_split(order, num_bins)
     x, y = (np.array([column[members].mean() for members in bins]) for column in (position, size))
     spread = float(((y - y.mean()) ** 2).sum()) or 1.0
-    slope = np.polyfit(np.log1p(x), y, 1)
-    straight = np.polyfit(x, y, 1)
-    line = (
-        1
-        - min(((y - np.polyval(fit, z)) ** 2).sum() for fit, z in ((slope, np.log1p(x)), (straight, x)))
-        / spread
-    )
+    fits = [(np.polyfit(z, y, 1), z) for z in (np.log1p(x), x)]
+    line = 1 - min(((y - np.polyval(fit, z)) ** 2).sum() for fit, z in fits) / spread
     misses = [
         ((y[:k] - y[:k].mean()) ** 2).sum() + ((y[k:] - y[k:].mean()) ** 2).sum() for k in range(1, num_bins)
     ]
@@ -105,16 +100,8 @@ def breaks(table: TokenTable) -> Breaks:
         gain = counts * (len(sizes) - counts) * (left - right) ** 2
         inner = slice(MIN_SEGMENT - 1, len(sizes) - MIN_SEGMENT)
         cut = int(np.argmax(gain[inner])) + MIN_SEGMENT - 1
-        columns.append(
-            (
-                cut + 1,
-                int(table.position[start + cut + 1]),
-                float(left[cut]),
-                float(right[cut]),
-                float(np.median(sizes[cut + 1 :])),
-                overall,
-            )
-        )
+        broken, mid = int(table.position[start + cut + 1]), float(np.median(sizes[cut + 1 :]))
+        columns.append((cut + 1, broken, float(left[cut]), float(right[cut]), mid, overall))
     count, place, before, after, median, mean = (np.array(column) for column in zip(*columns, strict=True))
     return Breaks(count, place, before, after, median, mean, names)
 

@@ -255,7 +255,10 @@ def examine(record: Record, step: int, models: Mapping[str, Path]) -> Examined:
             f"{record.path}: step {step} was sampled by weights of version {int(rows.versions[rows.scored].max())}, "
             f"and those of {', '.join(models)} were given"
         )
-    sampling = sampling_options(record, models[str(newest)])
+    if record.header.config_is_ours:
+        sampling = parse_sampling(record)
+    else:  # of another trainer, as far as its config has them
+        sampling = sampling_of(record.header.config, {}, model_dtype(str(models[str(newest)])))[0]
     found = []
     for version in versions:
         of_version = replace(rows, sampled=rows.sampled & (rows.versions == version))
@@ -272,13 +275,6 @@ def examine(record: Record, step: int, models: Mapping[str, Path]) -> Examined:
         "; ".join(side.facts for side in found),
         min(redrawn, default=None),
     )
-
-
-def sampling_options(record: Record, model: Path) -> Sampling:
-    """Return the sampling options of the run; of another trainer, as far as its config has them."""
-    if record.header.config_is_ours:
-        return parse_sampling(record)
-    return sampling_of(record.header.config, {}, model_dtype(str(model)))[0]
 
 
 def limited(rows: Sequences) -> Sequences:
@@ -494,12 +490,14 @@ def decide(left: Examined, right: Examined) -> EngineAnswer:
         kind = one.kind if one.kind == other.kind else "other"
         weaker = min(one.confidence, other.confidence, key=CONFIDENCES.index)
         return EngineAnswer("both", kind, cause, weaker, (f"A: {one.evidence}", f"B: {other.evidence}"))
-    if one is not None:
-        return EngineAnswer("A", one.kind, one.cause, one.confidence, (f"A: {one.evidence}", facts[1]))
-    if other is not None:
-        return EngineAnswer(
-            "B", other.kind, other.cause, other.confidence, (f"B: {other.evidence}", facts[0])
-        )
+    sides: tuple[tuple[Literal["A", "B"], Suspect | None, str], ...] = (
+        ("A", one, facts[1]),
+        ("B", other, facts[0]),
+    )
+    for name, found, beside in sides:
+        if found is not None:
+            evidence = (f"{name}: {found.evidence}", beside)
+            return EngineAnswer(name, found.kind, found.cause, found.confidence, evidence)
     confidence = by_tokens(min(left.num_tokens, right.num_tokens))
     by_seed = [side.redrawn is not None and side.redrawn < DRAWN_AGAIN for side in (left, right)]
     if left.redrawn is not None and right.redrawn is not None and any(by_seed):
@@ -530,7 +528,9 @@ def compare_prompts(left: Record, right: Record, step: int) -> EngineAnswer | No
         if files:
             changed.append(side)
             evidence.append(f"{side}: {', '.join(files)} of the tokenizer are not those of the model")
-    files = files_that_differ(left, right)
+    one, theirs = ((record.header.tokenizer or {"files": {}})["files"] for record in (left, right))
+    named = [name for name in sorted(one.keys() | theirs.keys()) if one.get(name) != theirs.get(name)]
+    files = [name for name in named if any(part in name for part in ("token", "template", "vocab"))]
     if not files:
         cause = (
             "the prompts have other tokens though the tokenizers' files are equal: other data, or other code"
@@ -541,15 +541,6 @@ def compare_prompts(left: Record, right: Record, step: int) -> EngineAnswer | No
     at_fault: Literal["A", "B"] | None = ("A" if "A" in changed else "B") if len(changed) == 1 else None
     return EngineAnswer(
         at_fault, "tokenizer", f"another {what}", "high" if at_fault else "medium", tuple(evidence)
-    )
-
-
-def files_that_differ(left: Record, right: Record) -> list[str]:
-    one, other = ((record.header.tokenizer or {"files": {}})["files"] for record in (left, right))
-    return sorted(
-        name
-        for name in one.keys() | other.keys()
-        if one.get(name) != other.get(name) and ("token" in name or "template" in name or "vocab" in name)
     )
 
 

@@ -11,8 +11,8 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from areal_core.engine.attention import PACKED
 from consistency import transforms
-from consistency.alternatives.probes import partial_alternatives
-from consistency.alternatives.variants import variant_alternatives, variants_of
+from consistency.alternatives.probes import adapter_scales, partial_alternatives
+from consistency.alternatives.variants import best_of, variant_alternatives, variants_of
 from consistency.case import NOISE, Alternative, Setting
 from consistency.score import Scorer, score, scorer_of
 from consistency.tokens import Completion, Sequences, sequences_from_completions
@@ -212,24 +212,21 @@ def stripped_history(world: World) -> Given:
     sequences = replace(sequences, sampled=mask.reshape(-1))
     logprobs = sequences.engine_logprobs.reshape(NUM_ROWS, -1)
     of_first, of_second = sequences_of(first, PROMPT_LENGTH), sequences_of(second, stripped.shape[1])
-    logprobs[:, PROMPT_LENGTH : first.shape[1]] = report(world.engine(), of_first, world.seed).reshape(
-        NUM_ROWS, -1
-    )
-    logprobs[:, -NUM_TOKENS // 2 :] = report(world.engine(), of_second, world.seed).reshape(NUM_ROWS, -1)
+    for at, turn in (
+        (slice(PROMPT_LENGTH, first.shape[1]), of_first),
+        (slice(-NUM_TOKENS // 2, None), of_second),
+    ):
+        logprobs[:, at] = report(world.engine(), turn, world.seed).reshape(NUM_ROWS, -1)
     return Given(sequences)
 
 
 def missing_last_logprob(world: World) -> Given:
     full = world.sample()
-    rows = [full.row(row) for row in range(NUM_ROWS)]
-    replies = [
-        Completion(
-            full.input_ids[r][:PROMPT_LENGTH],
-            full.input_ids[r][PROMPT_LENGTH:],
-            full.engine_logprobs[r][PROMPT_LENGTH : None if i % 3 else -1],
-        )
-        for i, r in enumerate(rows)
-    ]
+    replies = []
+    for i in range(NUM_ROWS):
+        ids, logprobs = full.input_ids[full.row(i)], full.engine_logprobs[full.row(i)]
+        kept = logprobs[PROMPT_LENGTH : None if i % 3 else -1]
+        replies.append(Completion(ids[:PROMPT_LENGTH], ids[PROMPT_LENGTH:], kept))
     return Given(sequences_from_completions(replies))
 
 
@@ -272,11 +269,13 @@ def few_far_off(values: np.ndarray, world: World) -> np.ndarray:
     return np.minimum(values + (rng.random(values.shape) < 0.03) * rng.normal(0, 1.0, values.shape), -1e-3)
 
 
-def every_third(values: np.ndarray, world: World) -> np.ndarray:
-    values[:, 2::3] = np.minimum(
-        values[:, 2::3] + world.random().normal(0, 0.7, values[:, 2::3].shape), -1e-3
-    )
-    return values
+def noisy(places: slice, size: float) -> Callable[[np.ndarray, World], np.ndarray]:
+    def change(values: np.ndarray, world: World) -> np.ndarray:
+        noise = world.random().normal(0, size, values[:, places].shape)
+        values[:, places] = np.minimum(values[:, places] + noise, -1e-3)
+        return values
+
+    return change
 
 
 def some_nan(values: np.ndarray, world: World) -> np.ndarray:
@@ -288,12 +287,6 @@ def divided_by_the_temperature(world: World) -> Given:
     divided = functools.partial(transforms.divided, temperature=0.7)
     draws = functools.partial(transforms.at_temperature, temperature=0.7)
     return Given(world.sample(draws=draws, reports=divided), replace(SETTING, temperature=0.7))
-
-
-def only_decoded(values: np.ndarray, world: World) -> np.ndarray:
-    noise = world.random().normal(0, 0.4, values[:, 1:].shape)
-    values[:, 1:] = np.minimum(values[:, 1:] + noise, -1e-3)
-    return values
 
 
 def variant(name: str) -> Callable[[World], Given]:
@@ -308,6 +301,16 @@ def variant(name: str) -> Callable[[World], Given]:
         return Given(sequences, alternatives=variant_alternatives(world.trainer, sequences, 1.0))
 
     return build
+
+
+def half_the_adapter(world: World) -> Given:
+    base = moved(world.trainer, world.seed)
+    half = copy.deepcopy(world.trainer.model)
+    for mine, first in zip(half.parameters(), base.model.parameters(), strict=True):
+        mine.data = torch.lerp(first.data, mine.data, 0.6)
+    sequences = world.sample(scorer_of(half))
+    scales = adapter_scales(world.trainer, base)
+    return Given(sequences, alternatives=best_of(world.trainer, sequences, 1.0, list(scales)))
 
 
 def largest(world: World) -> Given:
@@ -361,9 +364,11 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "bfloat16 logits": ("R37", bfloat16_logits),
     "int4 engine": ("R44", variant("weights in int4")),
     "few tokens far off": ("R42", reported(few_far_off)),
-    "every third token": ("R45", reported(every_third)),
+    "half the adapter": ("R32", half_the_adapter),
+    "rotary table times 1.4": ("R49", variant("a rotary table times 1.4")),
+    "every third token": ("R45", reported(noisy(slice(2, None, 3), 0.7))),
     "divided by the temperature": ("R08", divided_by_the_temperature),
-    "decoded tokens": ("R40", reported(only_decoded)),
+    "decoded tokens": ("R40", reported(noisy(slice(1, None), 0.4))),
     "rotary table of zeros": ("R49", variant("a rotary table of zeros")),
     "rotary pairs side by side": ("R49", variant("rotary pairs side by side")),
     "rotary base": ("R49", variant("rotary base 5e+04")),

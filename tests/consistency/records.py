@@ -64,12 +64,8 @@ def write_record(
         "actor": {"dtype": "float32", "path": str(model)},
         "sglang": {"dtype": "bfloat16"},
     }
-    header = replace(
-        SCRIPTED_HEADER,
-        model={"path": str(model), "files": {}},
-        config=config,
-        allocation="sglang:d1+fsdp:d1",
-    )
+    named, allocation = {"path": str(model), "files": {}}, "sglang:d1+fsdp:d1"
+    header = replace(SCRIPTED_HEADER, model=named, config=config, allocation=allocation)
     writer = RecordWriter(folder)
     folder.mkdir(parents=True)
     write_header(folder, header)

@@ -82,8 +82,7 @@ def test_right_cause_comes_first_in_95_percent_whatever_seed_and_noise(seed, noi
 @pytest.mark.parametrize(
     ("seed", "noise"),
     [
-        pytest.param(10, 0.003, marks=pytest.mark.long),
-        pytest.param(11, 0.01, marks=pytest.mark.long),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((10, 0.003), (11, 0.01))),
         (12, 0.02),
         (13, 0.0),
     ],

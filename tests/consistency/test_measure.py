@@ -8,18 +8,17 @@ import pytest
 
 from consistency.checks.recognise import heavy_tail
 from consistency.measure import measure, tail
+from consistency.tokens import Excluded
 
 from .tables import table_of
+
+LN2 = math.log(2)
 
 
 @pytest.fixture(scope="module")
 def metrics():
     # D = ln 2, -ln 2 | 0, 0
-    ln2 = math.log(2)
-    return measure(table_of([[-1.0, -1.0 - ln2], [-2.0, -3.0]], [[-1.0 - ln2, -1.0], [-2.0, -3.0]])).metrics
-
-
-LN2 = math.log(2)
+    return measure(table_of([[-1.0, -1.0 - LN2], [-2.0, -3.0]], [[-1.0 - LN2, -1.0], [-2.0, -3.0]])).metrics
 
 
 @pytest.mark.parametrize(
@@ -57,11 +56,7 @@ def test_metric_of_four_tokens_is_the_number_computed_manually(metrics, name, va
 def test_bad_logprobs_are_counted_by_name_and_not_averaged():
     engine = [[-1.0, math.nan, -math.inf, -9999.0, 0.5, -2.0, -3.0]]
     table = table_of([[-1.0, -1.0, -1.0, -1.0, -1.0, -2.0, math.nan]], engine)
-    assert table.excluded.engine_nan == 1
-    assert table.excluded.engine_minus_infinity == 2
-    assert table.excluded.engine_above_zero == 1
-    assert table.excluded.trainer_not_finite == 1
-    assert table.excluded.num_tokens == 5
+    assert (table.excluded, table.excluded.num_tokens) == (Excluded(1, 2, 1, 1), 5)
     assert table.position.tolist() == [1, 6]
     assert measure(table).metrics["mean_abs"] == 0.0
 
@@ -76,12 +71,10 @@ def test_engines_of_different_noise_have_no_tail_together():
         table = table_of(rows * 0 - 2.0, rows - 2.0, worker=np.arange(len(rows)) % 2)
         setting = SimpleNamespace(has_experts=False)
         facts = {"explanation": None, "level": 0.02, "mean_abs": 0.1, "setting": setting}
-        case = SimpleNamespace(**facts, table=table, measurement=measure(table))
-        return heavy_tail(case)
+        return heavy_tail(SimpleNamespace(**facts, table=table, measurement=measure(table)))
 
     both = np.stack([precise, coarse], 1).reshape(40, 24)
     together = tail(both.ravel())
-    assert together["kurtosis"] > 20
-    assert together["p99_over_p50"] > 20
+    assert min(together["kurtosis"], together["p99_over_p50"]) > 20
     assert found(both) is None
     assert found(np.stack([precise, few], 1).reshape(40, 24)).id == "R42"

@@ -50,9 +50,8 @@ def check_against_plain(scores, logits, labels, temperature, tolerance):
     }
     for name, values in expected.items():
         np.testing.assert_allclose(getattr(scores, name), values.numpy(), atol=tolerance, err_msg=name)
-    np.testing.assert_array_equal(
-        scores.rank, (logits > logits.gather(1, torch.as_tensor(labels)[:, None])).sum(1)
-    )
+    rank = (logits > logits.gather(1, torch.as_tensor(labels)[:, None])).sum(1)
+    np.testing.assert_array_equal(scores.rank, rank)
     np.testing.assert_array_equal(scores.top_ids[:, 0], logits.argmax(1))
 
 
@@ -83,11 +82,9 @@ def test_a_soft_cap_and_a_sliding_window_are_those_of_the_model():
     packed = Gemma2ForCausalLM._from_config(config, attn_implementation=PACKED)
     packed.load_state_dict(plain.state_dict())
     sequences = some_sequences(90)
-    logits = plain_logits(plain, sequences)
+    logits, labels = plain_logits(plain, sequences), sequences.input_ids[sequences.scored]
     assert logits.abs().max() > 1.5  # the cap bends
-    check_against_plain(
-        score(scorer_of(packed), sequences), logits, sequences.input_ids[sequences.scored], 1.0, 2e-5
-    )
+    check_against_plain(score(scorer_of(packed), sequences), logits, labels, 1.0, 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +101,8 @@ def test_scores_of_unusual_families_equal_those_of_transformers(name, tmp_path):
     assert scorer.packs_rows == (name not in ("qwen3_next", "stablelm"))
     sequences = some_sequences(105, lengths=(3, 11, 1, 6, 19))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    check_against_plain(
-        score(scorer, sequences),
-        plain_logits(plain, sequences),
-        sequences.input_ids[sequences.scored],
-        1.0,
-        2e-5,
-    )
+    logits, labels = plain_logits(plain, sequences), sequences.input_ids[sequences.scored]
+    check_against_plain(score(scorer, sequences), logits, labels, 1.0, 2e-5)
 
 
 def test_scores_do_not_depend_on_the_rows_that_are_reduced_together():
