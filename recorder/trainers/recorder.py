@@ -204,7 +204,9 @@ class Recorder:
             known = {name: value for name, value in numbers.items() if value is not None}
             if left := sorted(numbers.keys() - known - self.left_out):
                 self.left_out.update(left)
-                print_to_stderr(f"stats that are not one number are left out: {printable(', '.join(left), 200)}")
+                print_to_stderr(
+                    f"stats that are not one number are left out: {printable(', '.join(left), 200)}"
+                )
             outcome = Outcome(step, after, (), known, dict(checksums or {}))
         self.last_step, self.version, self.num_prompts = step, after, num_prompts
 

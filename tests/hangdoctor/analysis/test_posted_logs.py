@@ -99,24 +99,6 @@ CASES = {
         (),
         "rank 0 in allreduce, rank 1 in allreduce; whether",
     ),
-    "a watchdog that names no rank": (
-        "[E cpp:523] Watchdog caught collective operation timeout:\nWorkNCCL(OpType=ALLREDUCE, SeqNum=458) ran for 1800600 ms before timing out.",
-        "nccl_timeout",
-        (),
-        "no message says on which rank",
-    ),
-    "a peer that names no rank": (
-        "RuntimeError: [/third_party/gloo/gloo/transport/tcp/pair.cc:598] Connection closed by peer [10.1.2.3]:33621",
-        "missing_rank",
-        (),
-        "the peer [10.1.2.3]:33621 closed its connection",
-    ),
-    "a network error that names no rank": (
-        "Last error:\nNET/IB : Got completion from peer 10.0.0.2<44315> with status=12 opcode=129 len=0 vendor err 129 (Recv)",
-        "nccl_timeout",
-        (),
-        "the network reports an error",
-    ),
     "a traceback of the rank that its error names": (
         BARRIER, "collective_mismatch", (0, 1), "rank 0 has allreduce, rank 1 has barrier; rank 1 is at barrier"
     ),
