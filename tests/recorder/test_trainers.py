@@ -29,7 +29,7 @@ def test_values_are_recorded_as_they_are_given(tmp_path, capsys, recwarn):
     with Recorder(tmp_path / "r", config={"lr": 1e-6}, trainer="mine", trainer_version="7") as recorder:
         recorder.step(3, [FULL, FULL], version=5, stats=stats, checksums={"w": "0000abcd"})
         recorder.step(4, [], stats=stats)
-    said = "recording: stats that are not one number are left out: each, note\n"
+    said = "recording: stats that are not one number: left out each, note\n"
     assert (capsys.readouterr().err, recwarn.list) == (said, [])
     record = open_record(tmp_path / "r")
     assert record.steps == (3, 4)
