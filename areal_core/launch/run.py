@@ -43,7 +43,10 @@ def run(make_job: Callable[[int], Job]) -> int:
 
     Raises:
         ConfigError: another run of this name is running.
+        ModuleNotFoundError: the ranks could not import what they train with.
     """
+    if importlib.util.find_spec("transformers") is None:
+        raise ModuleNotFoundError(name="transformers")
     first = make_job(0)
     recover = first.config.recover
     retries = recover.retries if recover.mode in RESTARTING_MODES else 0

@@ -12,6 +12,7 @@ from typing import Any
 
 from areal_core.environment import DETERMINISTIC
 from areal_core.launch.warm import WarmRanks, warm_ranks
+from areal_debug.installation import require
 from areal_debug.render import (
     QUIET,
     REPORT_FILE,
@@ -44,6 +45,7 @@ MODULES = (
 @contextmanager
 def replay_ranks(attached: bool = False) -> Iterator[WarmRanks]:
     """Start the process that runs the replays of a command; it imports torch meanwhile."""
+    require("transformers")
     with warm_ranks(DETERMINISTIC | bytecode_variables(), MODULES, attached) as ranks:
         yield ranks
 

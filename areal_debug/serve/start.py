@@ -14,6 +14,7 @@ from areal_core.launch.processes import thread_limits
 from areal_core.launch.server_process import free_port
 from areal_core.launch.sglang_process import cpu_environment, server_args
 from areal_core.servers.discovery import FolderNames
+from areal_debug.installation import require
 from areal_debug.serve.facts import stored_dtype
 from areal_debug.serve.keeper import ServeSpec
 from areal_debug.serve.state import known_servers
@@ -39,9 +40,8 @@ def plan_server(
 ) -> ServeSpec:
     """Build the specification of a server. Raises `CannotServe`."""
     if engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        raise CannotServe(
-            "SGLang is not installed: pip install 'areal-debug[sglang]', or use --backend embedded"
-        )
+        raise CannotServe("SGLang is not installed: pip install 'areal-debug[sglang]', or --backend embedded")
+    require("transformers")
     model = checked_model(model)
     if device == "auto":  # known without loading torch: whether the NVIDIA driver lists a GPU
         device = "cuda" if any(Path("/proc/driver/nvidia/gpus").glob("*")) else "cpu"

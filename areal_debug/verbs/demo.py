@@ -42,9 +42,6 @@ def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int,
     """Fine-tune a tiny model to add, train it by GRPO with every step recorded, and replay the
     record bit for bit.
     """
-    from areal_debug.installation import require
-
-    require("torch")
     from areal_debug.replay.ranks import replay_on_ranks, replay_ranks
     from areal_debug.replay.report import report_of
     from areal_debug.report.terminal import print_answer

@@ -154,7 +154,10 @@ def test_what_diagnoses_needs_no_extra(tmp_path):
     ("arguments", "extra"),
     [
         (["crosscheck", "RECORD"], "train"),
-        (["demo"], "train"),
+        (["demo", "-q", "-o", "not-made"], "train"),
+        (["replay", "RECORD"], "train"),
+        (["eval", "gsm8k_grpo", "--baseline", "-q"], "train"),
+        (["serve", "--model", "m", "--backend", "embedded"], "train"),
         (["consistency", "RECORD", "--model", "."], "train"),
         (["record", "archive", "RECORD", "--to", "a.zip"], "archive"),
         (["record", "export", "RECORD", "--format", "hf", "--to", "a"], "archive"),
