@@ -41,6 +41,10 @@ class RewardError(ValueError):
     """A reward function cannot be found, raised, ran out of time, or returned no finite number."""
 
 
+class RewardFailed(RewardError):
+    """It was called with a sample of the run, and returned no finite number."""
+
+
 class ServerFailed(RuntimeError):
     """An inference server ended, or was not ready in time; the message has its last log lines."""
 

@@ -102,7 +102,7 @@ def make_recorder(trainer: PPOTrainer) -> Observer:
 def make_seam_check(trainer: PPOTrainer) -> Observer:
     """Return an observer that says at the end of a run that resumed what the resume changed."""
     config, first, is_first_rank = trainer.config, trainer.first_step, trainer.ranks.rank == 0
-    is_continued = first > 0 and not is_archive_name(config.debug.path)
+    is_continued = 0 < first < trainer.total_steps and not is_archive_name(config.debug.path)
 
     def observe(event: str, **facts: Any) -> None:
         if event == "end" and facts["error"] is None and is_continued and is_first_rank:

@@ -141,7 +141,7 @@ class AgentProxy:
                 return {"status": "ok"}
             case "GET", "/models":
                 self.sessions.with_key(key)
-                return models_json(model_name(self.dialogue.tokenizer))
+                return models_json(Path(self.dialogue.tokenizer.name_or_path).name or "policy")
             case "GET", _ if path.startswith("/models/"):
                 self.sessions.with_key(key)
                 return models_json(path.removeprefix("/models/"))["data"][0]
@@ -181,10 +181,6 @@ class AgentProxy:
             raise BadRequest(
                 "the admin key is wrong: it is rollout.agent.admin_api_key", 401, "authentication_error"
             )
-
-
-def model_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    return Path(tokenizer.name_or_path).name or "policy"
 
 
 def models_json(name: str) -> dict[str, Any]:

@@ -114,16 +114,12 @@ def without_gone(tree: Tree) -> Tree:
 
 def rollouts_of_supervised(tree: Tree, cls: type) -> Iterator[str]:
     """Drop the sampling options of a supervised file, which has none of its own here."""
-    if issubclass(cls, PPOConfig) or kind_of_rows(tree) not in SUPERVISED:
+    data = tree.get("train_dataset")
+    kind = data.get("type", "") if isinstance(data, dict) else ""
+    if issubclass(cls, PPOConfig) or str(kind) not in SUPERVISED:
         return
     if dropped := [name for name in ROLLOUT_SECTIONS if tree.pop(name, None) is not None]:
         yield f"{', '.join(dropped)} {'has' if len(dropped) == 1 else 'have'} no effect: a supervised method samples nothing"
-
-
-def kind_of_rows(tree: Tree) -> str:
-    """Return `train_dataset.type` of a file, "" without one."""
-    data = tree.get("train_dataset")
-    return str(data.get("type", "")) if isinstance(data, dict) else ""
 
 
 def move(tree: Tree, older: str, newer: str) -> bool:
@@ -293,7 +289,7 @@ def without_effect_on_a_model(config: BaseExperimentConfig) -> Iterator[str]:
         given = [
             f"ref.{field.name}"
             for field in dataclasses.fields(ref)
-            if field.name not in plain and getattr(ref, field.name) != default_of(field)
+            if field.name not in plain and getattr(ref, field.name) != getattr(PPOActorConfig(), field.name)
         ]
         if given:
             yield f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: a reference only computes logprobs"
@@ -305,7 +301,3 @@ def without_effect_on_a_model(config: BaseExperimentConfig) -> Iterator[str]:
             yield f"{name}.backend is {model.backend!r}, which has no effect: all models are on the ranks of the actor"
         if model.weight_update_mode not in (TrainEngineConfig.weight_update_mode, actor.weight_update_mode):
             yield f"{name}.weight_update_mode is {model.weight_update_mode!r}, which has no effect: only the actor is sent to servers"
-
-
-def default_of(field: "dataclasses.Field[Any]") -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

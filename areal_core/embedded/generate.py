@@ -95,11 +95,6 @@ class Completion:
     experts: Tensor | None = None
 
 
-def cut_nothing() -> Collection[int]:
-    """Return no rows: the default of `cut_rows`."""
-    return ()
-
-
 @dataclass
 class Rows:
     """State of the rows that are still running; all tensors are [B] unless noted."""
@@ -132,7 +127,7 @@ def generate(
     end_token_ids: Sequence[int] = (),
     pad_token_id: int = 0,
     device: torch.device | str = "cpu",
-    cut_rows: Callable[[], Collection[int]] = cut_nothing,
+    cut_rows: Callable[[], Collection[int]] = tuple,
     images: Sequence[tuple[bytes, ...]] = (),
 ) -> list[Completion]:
     """Sample one completion per row.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from areal_core.data.batch import (
@@ -149,7 +149,7 @@ class FSDPEngine:
     micro_batches_divisor: int = 1
     granularity: int = 1
     optimizer: Optimizer | None = None
-    schedule: LRScheduler | None = None
+    schedule: LambdaLR | None = None
     gradient_clipping: float = 1.0
     syncs_every_micro_batch: bool = True
     adapter: Adapter | None = None

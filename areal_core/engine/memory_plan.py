@@ -101,7 +101,7 @@ def estimate_memory(config: AnyConfig, allocation: Allocation, longest_row: int 
     models, sizes = models_of(config), allocation.train or Parallel()
     shape = read_shape(models[0], sizes)
     if shape is None:
-        return Memory(None, (), (), (), (f"{config.actor.path} has no local config.json",))
+        return Memory(None, (), (), (), (f"there is no {config.actor.path}/config.json here",))
     rank: list[Part] = []
     host: list[Part] = []
     unknown: list[str] = []
@@ -109,7 +109,7 @@ def estimate_memory(config: AnyConfig, allocation: Allocation, longest_row: int 
         for model in models:
             other = shape if model is models[0] else read_shape(model, sizes)
             if other is None:
-                unknown.append(f"{model.name}: {model.options.path} has no local config.json")
+                unknown.append(f"{model.name}: there is no {model.options.path}/config.json here")
             else:
                 kept = state_parts(model, other, sizes)
                 stays = config.device == "cpu"  # all memory is host memory

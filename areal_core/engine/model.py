@@ -255,7 +255,8 @@ def refuse_without_compiler(on_gpu: bool) -> None:
 
 def _between_graphs(attention: Callable[..., Any]) -> Callable[..., Any]:
     def attend(*args: Any, **options: Any) -> Any:
-        return attention(*args, **{name: _unwrapped(value) for name, value in options.items()})
+        plain = {name: value.value if isinstance(value, Opaque) else value for name, value in options.items()}
+        return attention(*args, **plain)
 
     return torch.compiler.disable(attend)
 
@@ -268,10 +269,6 @@ def _with_opaque_options(compiled: Callable[..., Any], plain: Callable[..., Any]
         return compiled(*args, **options | {name: Opaque(options[name]) for name in hidden})
 
     return forward
-
-
-def _unwrapped(value: Any) -> Any:
-    return value.value if isinstance(value, Opaque) else value
 
 
 def apply_liger(model: PreTrainedModel, device: str) -> None:

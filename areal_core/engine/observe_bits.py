@@ -114,10 +114,7 @@ class BitSums:
         for name, owner, attribute in self.weights[module]:
             weight = getattr(owner, attribute)
             if weight.requires_grad and weight not in hooked:
-                hooked[weight] = weight.register_hook(partial(self._note_gradient, name))
-
-    def _note_gradient(self, name: str, gradient: Tensor) -> None:
-        self.note(f"gradient of {name}", gradient)
+                hooked[weight] = weight.register_hook(partial(self.note, f"gradient of {name}"))
 
     def _note_sent(self, module: nn.Module, sent: Tensor, num_ranks: int) -> None:
         """Add what this rank sends to be summed: the padded rows of each weight, by rank."""

@@ -81,7 +81,9 @@ def shard_model(
     else:
         hook_forward(model)
     if from_rank_0:
-        broadcast_buffers(model, ranks)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = _broadcast(buffer, ranks)
     cast_saved_buffers(model, dtype)
     check_heads(model.config, ranks.sequence_parallel_size, ranks.tensor_parallel_size)
     if ranks.tensor_parallel_size > 1:
@@ -138,12 +140,6 @@ def cast_saved_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
             full_name = f"{path}.{name}"
             if buffer.is_floating_point() and full_name in saved and not any(k in full_name for k in kept):
                 module._buffers[name] = buffer.to(dtype)
-
-
-def broadcast_buffers(model: nn.Module, ranks: Ranks) -> None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = _broadcast(buffer, ranks)
 
 
 def broadcast_parameters(module: nn.Module, ranks: Ranks) -> None:

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from areal_core.data.rows import rows_to_json
-from areal_core.errors import RewardError
+from areal_core.errors import RewardError, RewardFailed
 from areal_core.reward.functions import RewardFn, name_of_reward_fn
 from areal_core.safety.interpreter import python_command
 
@@ -113,7 +113,7 @@ class RewardPool:
         if isinstance(outcome, float):
             return outcome
         prompt, completion, *_ = arguments
-        raise RewardError(
+        raise RewardFailed(
             f"{self.name} {outcome}\nprompt {prompt[:200]!r}\ncompletion {completion[:200]!r}\nrow {repr(row)[:500]}"
         )
 

@@ -5,7 +5,7 @@ A reward function is called as `f(prompt, completions, prompt_ids, completion_id
 
 import ast
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from areal_core.config.import_paths import split_path
@@ -14,6 +14,7 @@ from areal_core.reward.functions import RewardFn
 
 TEXTS_AND_TOKENS = ("prompt", "completions", "prompt_ids", "completion_ids")
 EXAMPLE = "def {name}(prompt, completions, prompt_ids, completion_ids, answer, **row) -> float"
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
@@ -31,6 +32,18 @@ def check_reward_fn(reward_fn: str | RewardFn, folders: Iterable[str | Path], ta
             check_signature(split_path(reward_fn, "reward function", RewardError)[1], found, takes_row)
     else:
         check_signature(reward_fn.__name__, inspect.signature(reward_fn), takes_row)
+
+
+def check_columns(reward_fn: RewardFn, columns: Collection[str]) -> None:
+    """Raise RewardError if a function needs an argument that is no column of the rows."""
+    given = {*TEXTS_AND_TOKENS, *columns}
+    for parameter in inspect.signature(reward_fn).parameters.values():
+        is_needed = parameter.default is parameter.empty and parameter.kind in (POSITIONAL, KEYWORD)
+        if is_needed and parameter.name not in given:
+            raise RewardError(
+                f"reward function {reward_fn.__name__} needs {parameter.name!r}, which is no column of the dataset: its "
+                f"rows have {', '.join(sorted(columns))}; rename a column or the argument"
+            )
 
 
 def check_signature(name: str, signature: inspect.Signature, takes_row: bool) -> None:

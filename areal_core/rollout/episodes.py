@@ -27,7 +27,7 @@ from areal_core.data.batch import (
     sort_canonical,
 )
 from areal_core.data.rows import Row
-from areal_core.errors import RewardError
+from areal_core.errors import RewardFailed
 from areal_core.rollout.errors import MalformedEpisode
 from areal_core.rollout.types import ModelRequest, ModelResponse, TokenSampler
 from areal_core.rollout.workflow import RolloutWorkflow
@@ -188,7 +188,7 @@ def refuse_unusable(rows: Batch) -> None:
 
     Raises:
         MalformedEpisode: not a dict of tensors with the keys of a batch.
-        RewardError: a reward is not finite.
+        RewardFailed: a reward is not finite.
     """
     if not isinstance(rows, dict) or not rows.keys() >= ROW_DTYPES.keys():
         shown = f"keys {sorted(rows)}" if isinstance(rows, dict) else f"a {type(rows).__name__}"
@@ -196,7 +196,7 @@ def refuse_unusable(rows: Batch) -> None:
             f"the workflow returned {shown}; expected None or a dict of tensors with {', '.join(ROW_DTYPES)}"
         )
     if not rows["rewards"].isfinite().all():
-        raise RewardError(
+        raise RewardFailed(
             f"the workflow returned rewards {rows['rewards'].tolist()}; expected finite numbers"
         )
     if rows.keys() & {*PER_IMAGE, *PER_ENTRY, "image_count"}:

@@ -60,14 +60,11 @@ class VisionRLVRWorkflow:
         )
         response = await engine.agenerate(request)
         reward = await reward_of(self.reward_fn, self.tokenizer, self.sampling, response, data)
-        types = token_types(prompt.mm_token_type_ids, len(response.output_tokens))
-        return episode_tensors(response, reward) | types | image_keys([images])
+        types = torch.tensor([[*prompt.mm_token_type_ids, *[0] * len(response.output_tokens)]]).int()
+        keys = {"mm_token_type_ids": types} | image_keys([images])
+        return episode_tensors(response, reward) | keys
 
     def _prompt(self, messages: Any, images: Sequence[bytes]) -> Prompt:
         if isinstance(messages, str):
             return self.processor.tokenize(messages, images)
         return self.processor.prompt(messages, images, enable_thinking=self.enable_thinking)
-
-
-def token_types(prompt: Sequence[int], num_sampled: int) -> dict[str, Tensor]:
-    return {"mm_token_type_ids": torch.tensor([[*prompt, *[0] * num_sampled]], dtype=torch.int32)}

@@ -50,13 +50,10 @@ def refusal_of(method: str, headers: Headers, listens_at: str) -> Refusal | None
     if not is_link and headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         return Refusal(403, "the request comes from a page of another site, which may not use this server")
     kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if method not in ("GET", "HEAD", "OPTIONS") and kind and not is_json(kind):
+    is_json = kind in JSON_TYPES or (kind.startswith("application/") and kind.endswith("+json"))
+    if method not in ("GET", "HEAD", "OPTIONS") and kind and not is_json:
         return Refusal(415, f"the Content-Type is {kind[:100]!r}; expected application/json")
     return None
-
-
-def is_json(kind: str) -> bool:
-    return kind in JSON_TYPES or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 def is_known_host(header: str, listens_at: str) -> bool:

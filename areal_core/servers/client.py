@@ -352,7 +352,8 @@ class FleetClient:
                 failed[server] += 1
                 self._reject(server, error.rule, str(error))
             else:
-                if self._is_current(chunk, version):
+                is_first = version == self._first_version
+                if is_first or all(v is not None and v >= version for v in chunk.versions):
                     for other, refusal in refused.items():
                         self._reject(other, f"http_{refusal.status}", str(refusal))
                     return server, chunk
@@ -451,11 +452,6 @@ class FleetClient:
         self._is_at_limit = True
         self._last_failure = f"this process is at a limit: {error}"
         await asyncio.sleep(self._retry_delay_s)
-
-    def _is_current(self, chunk: Chunk, version: int) -> bool:
-        if version == self._first_version:
-            return True
-        return all(v is not None and v >= version for v in chunk.versions)
 
     def _adapter(self, version: int) -> dict[str, str]:
         """Return the request's adapter field; none before the first update: the adapter is 0."""

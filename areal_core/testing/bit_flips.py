@@ -111,11 +111,6 @@ class FlippingMode(TorchDispatchMode):
             self.nodes = range(self.first, output.grad_fn._sequence_nr() + 1)  # type: ignore[union-attr]
 
 
-def flip_state(optimizer: torch.optim.Optimizer, weight: nn.Parameter, flip: Flip) -> None:
-    """Flip a bit of a weight's first moment on this rank."""
-    flip_bit(local_of(optimizer.state[weight]["exp_avg"]), flip.element, flip.bit)
-
-
 def plant(flip: Flip) -> Callable[[PPOTrainer], Observer]:
     """Return the factory of an observer that flips the bit."""
 
@@ -134,7 +129,8 @@ def plant(flip: Flip) -> Callable[[PPOTrainer], Observer]:
             elif event == "gradients" and (flip.kind, flip.call) == ("state", facts["minibatch"]):
                 assert module is not None
                 assert trainer.actor.optimizer is not None
-                flip_state(trainer.actor.optimizer, module.get_parameter("weight"), flip)
+                state = trainer.actor.optimizer.state[module.get_parameter("weight")]
+                flip_bit(local_of(state["exp_avg"]), flip.element, flip.bit)
             elif event == "step" and flip.kind != "state":
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                 for handle in handles:

@@ -363,11 +363,26 @@ def build_loggers(
             yield StatsLogger(rank=ranks.rank)
             return
         folder = run_folder(config, "logs")
+        if steps[0] == 0:
+            set_aside_statistics(folder)
         loggers = [JsonlLogger(folder / "stats.jsonl"), *build_services(config, folder, steps[0])]
         shown = masked_options(config_to_dict(config))
         commit_file(folder / "config.json", json.dumps(shown, indent=2, default=str))
         with StatsLogger(loggers, printers=[lines]) as logger:
             yield logger
+
+
+def set_aside_statistics(folder: Path) -> None:
+    """Move what an earlier run of this name has logged to the folder `before-N`, next to it."""
+    if not (folder / "stats.jsonl").exists():
+        return
+    aside = folder / f"before-{len(list(folder.glob('before-*'))) + 1}"
+    aside.mkdir()
+    # By another name, `doctor FOLDER` does not find a second run.
+    for name, kept in (("config.json",) * 2, ("consistency.jsonl",) * 2, ("stats.jsonl", "metrics.jsonl")):
+        with suppress(FileNotFoundError):
+            (folder / name).rename(aside / kept)
+    logger.info("an earlier run of this name is not continued: its statistics are in %s", aside)
 
 
 def build_services(config: BaseExperimentConfig, folder: Path, first_step: int = 0) -> list[Logger]:

@@ -3,7 +3,7 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from areal_core.launch.job import served_model
 from areal_core.paths import run_folder
 from areal_core.reward import RewardPool
 from areal_core.reward.served import RewardServer
-from areal_core.reward.signature import check_reward_fn
+from areal_core.reward.signature import check_columns, check_reward_fn
 from areal_core.rollout.episodes import AcceptFn
 from areal_core.rollout.errors import RequestRefused
 from areal_core.rollout.pipeline import Executor
@@ -364,6 +364,7 @@ def build_workflow(
     tracing: Tracing = NO_TRACING,
     agent_options: AgentConfig | None = None,
     processor: VisionProcessor | None = None,
+    columns: Collection[str] = (),
 ) -> RolloutWorkflow:
     """Build a workflow from an instance, a class, or the import path of a class.
 
@@ -374,6 +375,7 @@ def build_workflow(
     Args:
         arguments: of the class.
         closing: receives the functions to call when the run ends.
+        columns: of the rows, if known: all arguments that `reward_fn` needs are among them.
 
     Raises:
         ConfigError: the path cannot be imported, or the object has no `arun_episode`, or its class
@@ -412,15 +414,16 @@ def build_workflow(
         raise ConfigError(
             f"workflow {found.__qualname__} cannot be constructed from {', '.join(arguments) or 'no argument'}: {error}"
         ) from error
-    if "reward_fn" in arguments and is_asynchronous(arguments["reward_fn"]):
-        arguments["reward_fn"] = tracing.reward(arguments["reward_fn"])
-    elif "reward_fn" in arguments:
-        check_reward_fn(
-            arguments["reward_fn"], sys.path, takes_row=found in (RLVRWorkflow, VisionRLVRWorkflow)
-        )
-        pool = RewardPool(arguments["reward_fn"], num_workers=1)
-        closing(pool.close)
-        arguments["reward_fn"] = tracing.reward(pool)
+    if "reward_fn" in arguments:
+        reward = arguments["reward_fn"]
+        if not any(map(inspect.iscoroutinefunction, (reward, type(reward).__call__))):
+            takes_row = found in (RLVRWorkflow, VisionRLVRWorkflow)
+            check_reward_fn(reward, sys.path, takes_row)
+            if takes_row and columns and inspect.isfunction(reward):
+                check_columns(reward, columns)
+            reward = RewardPool(reward, num_workers=1)
+            closing(reward.close)
+        arguments["reward_fn"] = tracing.reward(reward)
     return found(**arguments)
 
 
@@ -442,10 +445,6 @@ def with_served_rewards(
         )
     server = RewardServer(scheduler.reward_model_service_url, scheduler.reward_model_path)
     return arguments | {"reward_fn": server}
-
-
-def is_asynchronous(reward_fn: Any) -> bool:
-    return any(map(inspect.iscoroutinefunction, (reward_fn, type(reward_fn).__call__)))
 
 
 def find_workflow(workflow: RolloutWorkflow | type | str) -> Any:

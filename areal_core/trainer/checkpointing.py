@@ -50,6 +50,7 @@ from areal_core.engine.checkpoint.distributed import (
 from areal_core.engine.checkpoint.files import DAMAGED, read_checkpoint
 from areal_core.engine.checkpoint.hf_folder import HFFolder, take_hf
 from areal_core.engine.determinism import rng_state, set_rng_state
+from areal_core.engine.optimizer import set_base_lr
 from areal_core.engine.ranks import Ranks
 from areal_core.errors import CheckpointError, CheckpointNotWritten, DatasetError, EngineError
 from areal_core.launch.run import RECOVER_RUN
@@ -186,8 +187,13 @@ class Recovery:
             return Position(0, 0)
         self._loaded = checkpoint
         with state_of(checkpoint):
+            schedules = {name: engine.schedule for name, engine in engines.items() if engine.schedule}
+            own_lr = {name: float(schedule.base_lrs[0]) for name, schedule in schedules.items()}
             state = load_checkpoint(checkpoint, engines, with_optimizer=not self.options.no_load_optim)
             self._position = msgspec.convert(state, Position)
+            for name, schedule in () if self.mode == "disabled" else schedules.items():
+                if (was := set_base_lr(schedule, own_lr[name])) != own_lr[name]:
+                    logger.info("%s.optimizer.lr changed from %g to %g", name, was, own_lr[name])
         self._rng = rng_state()  # building the source may draw random numbers
         return self._position
 
@@ -258,8 +264,8 @@ class Recovery:
         if self.ranks.rank == 0:
             try:
                 found = find_checkpoint(self.folder, self.mode, self.is_restart)
-                if found is not None or self.is_restart:
-                    cut_stats(self._stats_file, step_of(found) if found else 0)
+                if found is not None:
+                    cut_stats(self._stats_file, step_of(found))
             except CheckpointError as error:
                 found = error
             except OSError as error:
@@ -371,15 +377,12 @@ def reshard(states: list[State], num_ranks: int) -> list[State]:
             "loader": loaders[0] | {"num_batches": most},
             "prompts": sorted(waiting)[rank::num_ranks],
             "counts": {
-                name: _share(sum(of_rank[name] for of_rank in counts), rank, num_ranks) for name in counts[0]
+                name: (total := sum(each[name] for each in counts)) // num_ranks + (rank < total % num_ranks)
+                for name in counts[0]
             },
         }
         for rank in range(num_ranks)
     ]
-
-
-def _share(total: int, rank: int, num_ranks: int) -> int:
-    return total // num_ranks + (rank < total % num_ranks)
 
 
 class Saver:

@@ -383,7 +383,7 @@ class PPOTrainer(ObservedRun):
             self.config,
             self.ranks,
             build.build_loader(self.config, self.ranks, self.train_dataset),
-            self._workflow(workflow, arguments, self.config.gconfig),
+            self._workflow(workflow, arguments, self.config.gconfig, self.train_dataset),
             self.tokenizer,
             should_accept=build_rollouts.build_filter(self.config.actor.dynamic_sampling, filter_fn),
             num_steps=self.end_step,
@@ -408,7 +408,9 @@ class PPOTrainer(ObservedRun):
             self.config, self.ranks, live, make, dataset, frequency, self.live_stats, self.reward_model, turn
         )
 
-    def _workflow(self, workflow: Any, arguments: dict[str, Any], gconfig: Any) -> RolloutWorkflow:
+    def _workflow(
+        self, workflow: Any, arguments: dict[str, Any], gconfig: Any, rows: Sequence[dict[str, Any]] = ()
+    ) -> RolloutWorkflow:
         arguments = build_rollouts.with_served_rewards(workflow, arguments, self.config.scheduler)
         if "reward_fn" in arguments:
             self.own_parts.setdefault("reward_fn", arguments["reward_fn"])
@@ -421,6 +423,7 @@ class PPOTrainer(ObservedRun):
             self.tracing,
             self.config.rollout.agent,
             self.processor,
+            rows[0] if len(rows) else (),
         )
 
     def _computed_by(self) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class RunLines:
         self.name = f"{config.experiment_name}/{config.trial_name}"
         self.logs = run_folder(config, "logs")
         self.checkpoints = run_folder(config, "checkpoints")
+        self.config = config
         self.first_step, self.end_step, self.prints = first_step, end_step, prints
         self.next_step = first_step
         self._started_s = time.monotonic()
@@ -76,7 +77,9 @@ class RunLines:
             self._report(f"done, {done} step{'s' * (done != 1)} in {seconds:.1f} s; {where}")
         else:
             ended = f"{how_ended(error)} after {done} of {self.end_step - self.first_step} steps"
-            self._report(f"{ended}; {how_to_continue(self.checkpoints / 'recover')}")
+            self._report(
+                f"{ended}; {how_to_continue(self.checkpoints / 'recover', self.config, self.next_step)}"
+            )
 
     def _report(self, text: str) -> None:
         self._print(f"{self.name}: {text}")
@@ -108,8 +111,9 @@ def how_ended(error: BaseException) -> str:
     return f"ended by {type(error).__name__}"
 
 
-def how_to_continue(folder: Path) -> str:
+def how_to_continue(folder: Path, config: BaseExperimentConfig, next_step: int) -> str:
     """Name the checkpoint that a continued run starts from, or the options that write one."""
+    recover, debug = config.recover, config.debug
     for checkpoint in sorted(folder.glob("step-*[0-9]"), key=step_of, reverse=True):
         try:
             read_checkpoint_file(checkpoint)  # not its weights: a signal leaves little time
@@ -117,4 +121,10 @@ def how_to_continue(folder: Path) -> str:
             continue  # the continued run reports it
         at = step_of(checkpoint)
         return f"with recover.mode=auto it continues at step {at}, from {os.path.relpath(checkpoint)}"
-    return "there is no checkpoint to continue from: recover.mode=auto writes them"
+    if recover.mode in ("disabled", "off"):
+        return "there is no checkpoint to continue from: recover.mode=auto writes them"
+    due = next_step + -(next_step + 1) % recover.freq_steps if recover.freq_steps else None
+    when = "" if due is None else f": the next was due after step {due}"
+    advice = "" if recover.freq_steps == 1 else ". To save more often: recover.freq_steps=1"
+    again = ". To start again and replace the record: --force" if debug.dump_rollout_data else ""
+    return f"no checkpoint was written yet{when}{advice}{again}"

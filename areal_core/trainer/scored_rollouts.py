@@ -11,7 +11,6 @@ The score of a row is that of its last token. All ranks score at once, because t
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from areal_core.data.batch import Batch, sequence_lengths
 from areal_core.engine.fsdp import FSDPEngine
@@ -34,7 +33,8 @@ class RewardModel:
 
     def score(self, batch: Batch) -> Batch:
         """Return the batch with its scores, and the rewards as they are; a collective."""
-        return batch | {SCORE: last_scores(self.engine.compute_values(batch), batch)}
+        last = sequence_lengths(batch)[:, None] - 1  # [B, 1]
+        return batch | {SCORE: self.engine.compute_values(batch).gather(1, last)[:, 0]}
 
     def add_scores(self, batch: Batch) -> Batch:
         """Return the batch with its scores, `weight` times these in its rewards; a collective."""
@@ -53,11 +53,6 @@ class RewardModel:
             return None
         scored = self.add_scores(shared)
         return scored if ranks.is_group_leader else None
-
-
-def last_scores(values: Tensor, batch: Batch) -> Tensor:
-    """Return the values [B, T] of each row's last token, [B]."""
-    return values.gather(1, sequence_lengths(batch)[:, None] - 1)[:, 0]
 
 
 class ScoredRollouts(WrappedRollouts):

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from areal_core.config import (
     DPOConfig,
     PPOActorConfig,
@@ -300,6 +302,8 @@ def on_this_machine(config: AnyConfig, first: int, count: int) -> str:
     """Name the devices that the local launcher assigns: servers take the first ones."""
     if config.device == "cpu":
         return "CPU of this machine"
+    if config.device != "cuda" and not torch.cuda.is_available():
+        return "CPU of this machine, where no GPU is found"
     return f"GPU {numbers(range(first, first + count))} of the machine where it is started"
 
 

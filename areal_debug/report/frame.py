@@ -92,6 +92,7 @@ def framed(
         f"default-src 'none'; style-src {f'{hash_source(sheet)} {styles}'.strip()}; script-src {allowed}; "
         f"connect-src {connect}; {f'img-src {images}; ' if images != NOTHING else ''}base-uri 'none'; form-action 'none'"
     )
+    last_names = "/".join(frame.run.rstrip("/").split("/")[-2:])
     run, kind, version = safe(frame.run), safe(frame.kind), safe(installed_version())
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -101,17 +102,13 @@ def framed(
         f'<meta name="areal-debug" content="{kind}: {safe(frame.verdict)}">\n'
         f'<link rel="icon" href="data:,">\n<title>{safe(frame.title)}</title>\n<style>{sheet}</style>\n</head>\n'
         f'<body class="{kind}">\n<a class="skip" href="#main">Skip to the content</a>\n'
-        f'<header class="top"><p class="run" title="{run}"><b>{safe(last_names(frame.run))}</b> <span>{kind}</span></p>'
+        f'<header class="top"><p class="run" title="{run}"><b>{safe(last_names)}</b> <span>{kind}</span></p>'
         f"{navigation(frame.links)}{tools}</header>\n"
         f'<main id="main" tabindex="-1">\n{body}\n</main>\n'
         f'<footer class="end"><p>areal-debug {version}</p></footer>\n'
         + (f"<script>{script}</script>\n" if script else "")
         + "</body>\n</html>\n"
     )
-
-
-def last_names(path: str) -> str:
-    return "/".join(path.rstrip("/").split("/")[-2:])
 
 
 def navigation(links: Sequence[Link]) -> str:

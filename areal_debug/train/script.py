@@ -49,6 +49,7 @@ def mistakes_as_sentences() -> Iterator[None]:
         MiscomputedError,
         NonFiniteError,
         RewardError,
+        RewardFailed,
         first_line,
     )
     from areal_core.rollout import errors as rollout
@@ -70,6 +71,8 @@ def mistakes_as_sentences() -> Iterator[None]:
         if error.errno not in ADVICE:
             raise
         end(f"Error: {sentence_of(error)}", 1)  # another attempt may find a disk with space
+    except RewardFailed as error:
+        end(f"Error: {error}{notes_of(error)}", 1)
     except (
         ConfigError,
         DatasetError,

@@ -166,6 +166,8 @@ def check_model_folders(config: PPOConfig) -> None:
                 f"{option} is {path!r}, and {folder.parent} has no such folder: give the folder of a model, or its name "
                 "on the hub"
             )
+        if path and not folder.exists():
+            logger.warning("there is no folder %s here: %s would be taken from the hub", path, option)
 
 
 def check_reward_functions(script: Path) -> None:
@@ -233,16 +235,17 @@ def check_record(config: PPOConfig) -> None:
 
     Raises RecordError, ReplayError.
     """
-    from areal_core.paths import record_folder
+    from areal_core.paths import record_folder, run_folder
     from recorder import open_record
     from recorder.header import check_folder
     from replayer.preconditions import check_model, check_values
 
     folder = record_folder(config)
     if config.debug.dump_rollout_data:
-        # A recovered run appends to its record.
-        may_continue = config.recover.mode not in ("disabled", "off")
-        check_folder(folder, config.debug.overwrite or may_continue)
+        # A run that continues from a checkpoint appends to its record.
+        saved = (run_folder(config, "checkpoints") / "recover").glob("step-*")
+        continues = config.recover.mode in ("auto", "on", "resume") and any(saved)
+        check_folder(folder, config.debug.overwrite or continues)
     if config.debug.replay_rollout_data:
         record = open_record(folder)
         check_model(record, config.actor.path)

@@ -235,24 +235,15 @@ def run_script(
         env = env | {REPORT_FILE: str(report)} | ({VERBOSE: "1"} if is_verbose() else {})
 
     def make_job(attempt: int) -> Job:
-        script_argv = (
-            "-m",
-            "areal_debug.train.script",
-            str(path),
-            *arguments,
-            *attempt_overrides(config, attempt),
-        )
+        # a restarted run resumes or replaces its own record
+        own = ["debug.overwrite=true"] if attempt > 0 and config.debug.dump_rollout_data else []
+        script_argv = ("-m", "areal_debug.train.script", str(path), *arguments, *own)
         return Job(script_argv, config, allocation, env, logs, with_servers=not replays)
 
     code = run(make_job)
     if code == 0 and replays:
         code = replay_exit_code(read_report(report))
     return code
-
-
-def attempt_overrides(config: "PPOConfig", attempt: int) -> list[str]:
-    """Return the overrides of a restarted run: it resumes or replaces its own record."""
-    return ["debug.overwrite=true"] if attempt > 0 and config.debug.dump_rollout_data else []
 
 
 def replay_exit_code(report: dict[str, Any]) -> int:

@@ -298,10 +298,6 @@ def write_folder(
     return size_bytes
 
 
-def served_page(document: dict[str, Any]) -> bytes:
-    return b"".join(page_around("server", document))
-
-
 def page_around(source: str, document: dict[str, Any], links: Sequence[Link] = ()) -> tuple[bytes, bytes]:
     records = [side["record"] for side in document["sides"]]
     names = " and ".join(PurePosixPath(record).name or record for record in records)
@@ -342,7 +338,7 @@ def make_server(contents: Contents, port: int, opens: Place | None = None) -> Lo
     class Handler(LocalHandler):
         def reply(self, path: str) -> None:
             if path == "/":
-                page = served_page(contents.document(None, opens))
+                page = b"".join(page_around("server", contents.document(None, opens)))
                 self.answer(HTTPStatus.OK, page, "text/html; charset=utf-8")
             elif found := RUN_PATH.fullmatch(path):
                 self.answer_run(found[1])

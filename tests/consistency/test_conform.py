@@ -19,11 +19,6 @@ def conform(address, model, *options):
     return done
 
 
-def failures(address, model) -> dict[str, dict]:
-    found = json.loads(conform(address, model, "--json").stdout)
-    return {check["name"]: check for check in found["checks"] if check["verdict"] == "fail"}
-
-
 def test_a_sound_engine_passes_and_keeps_its_weights(tiny_model):
     with unsound.serving(str(tiny_model)) as address:
         done = conform(address, tiny_model)
@@ -44,7 +39,8 @@ def test_a_sound_engine_passes_and_keeps_its_weights(tiny_model):
 )
 def test_a_fault_is_named(tiny_model, plant, names, evidence):
     with unsound.serving(str(tiny_model), plant) as address:
-        found = failures(address, tiny_model)
+        checks = json.loads(conform(address, tiny_model, "--json").stdout)["checks"]
+    found = {check["name"]: check for check in checks if check["verdict"] == "fail"}
     assert tuple(found) == names
     assert all(evidence in check["held"] + check["evidence"] for check in found.values())
 

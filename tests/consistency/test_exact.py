@@ -9,11 +9,6 @@ from areal_debug.verbs.consistency import command
 from consistency.entry.exact import compare
 
 
-def certify(model, *options):
-    arguments = ["--exact", "--engine", "embedded", "--max-new-tokens", "8", "--tokens", "1"]
-    return CliRunner().invoke(command, [*arguments, "--model", str(model), *options])
-
-
 def test_values_are_compared_bit_for_bit_and_the_first_difference_is_kept():
     near = -1.0 - 2.0**-23
     check = compare("x", [([4, 5], [-1.0, -2.0]), ([6], [-1.0])], [[-1.0, -2.0], [near]])
@@ -25,7 +20,8 @@ def test_values_are_compared_bit_for_bit_and_the_first_difference_is_kept():
 
 def test_the_embedded_engine_is_proven_and_then_compared(tiny_model, tmp_path):
     file = tmp_path / "certificate.json"
-    done = certify(tiny_model, "-o", str(file))
+    arguments = ["--exact", "--engine", "embedded", "--max-new-tokens", "8", "--tokens", "1"]
+    done = CliRunner().invoke(command, [*arguments, "--model", str(tiny_model), "-o", str(file)])
     assert done.exit_code == 0, done.output
     assert "Proven: " in done.stdout
     saved = json.loads(file.read_text())

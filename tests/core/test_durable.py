@@ -9,6 +9,7 @@ import stat
 import pytest
 from transformers import AutoTokenizer
 
+from areal_core.errors import RewardFailed
 from areal_core.launch.torchrun import copy_output
 from areal_core.safety import durable
 from areal_core.safety.durable import (
@@ -193,6 +194,10 @@ def test_a_full_disk_ends_a_rank_with_one_sentence_and_code_1(monkeypatch, capsy
         raise SystemExit(code)
 
     monkeypatch.setattr(os, "_exit", exit_now)
+    with pytest.raises(SystemExit) as end, mistakes_as_sentences():
+        raise RewardFailed("score returned None; expected a finite number")
+    assert end.value.code == 1
+    assert "returned None" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end, mistakes_as_sentences():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/stats.jsonl")
     assert end.value.code == 1

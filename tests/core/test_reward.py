@@ -8,7 +8,7 @@ import pytest
 
 from areal_core.errors import RewardError
 from areal_core.reward import RewardPool, arithmetic_reward_fn, gsm8k_reward_fn, load_reward_fn
-from areal_core.reward.signature import check_reward_fn
+from areal_core.reward.signature import check_columns, check_reward_fn
 
 # One function that fails as its row defines.
 FUNCTIONS = """
@@ -227,6 +227,15 @@ def test_closing_ends_busy_workers(functions):
     assert not psutil.pid_exists(worker)
     with pytest.raises(RewardError, match="was running when its pool was closed"):
         running.result(1)
+
+
+def test_an_argument_that_is_no_column_of_the_rows_is_named():
+    def score(prompt, completions, prompt_ids, completion_ids, answer, scale=1.0, **row):
+        return 1.0
+
+    check_columns(score, ["messages", "answer"])
+    with pytest.raises(RewardError, match="its rows have gold, messages; rename"):
+        check_columns(score, ["messages", "gold"])
 
 
 RIGHT = "define it as\n    def score(prompt, completions, prompt_ids, completion_ids, answer, **row) -> float"

@@ -243,7 +243,7 @@ def test_a_mixture_of_experts_counts_the_experts_that_a_token_visits():
 
 @pytest.mark.parametrize("option", ["actor.path", "tokenizer_path"])
 def test_a_model_that_is_not_in_its_folder_is_refused_and_a_name_on_the_hub_is_not(
-    dry_run, tiny_model, tmp_path, option
+    dry_run, tiny_model, tmp_path, option, monkeypatch, caplog
 ):
     (tmp_path / "models").mkdir()
     given = [
@@ -259,7 +259,10 @@ def test_a_model_that_is_not_in_its_folder_is_refused_and_a_name_on_the_hub_is_n
             "model, or its name on the hub"
         ],
     )
-    assert dry_run(TINY, *given[:2], f"{option}=an-organisation/a-model")[0] == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, found = dry_run(TINY, *given[:2], "~device", f"{option}=modle")
+    assert (code, found["processes"][-1]["where"]) == (0, "CPU of this machine, where no GPU is found")
+    assert f"there is no folder modle here: {option} would be taken from the hub" in caplog.text
 
 
 def test_a_critic_is_planned_next_to_the_actor(dry_run, tiny_model, tmp_path):

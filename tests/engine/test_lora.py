@@ -39,10 +39,6 @@ def logprobs_of(model, batch) -> torch.Tensor:
     return torch.cat(found)
 
 
-def scored(engine, batch) -> torch.Tensor:
-    return engine.compute_logprobs(batch)[batch["loss_mask"].bool()]
-
-
 def test_only_adapters_train_and_the_base_model_keeps_its_bits(ranks, trained, tiny_model):
     names = set(trained_parameters(trained.model))
     assert len(names) == 2 * 7 * 2  # A and B of seven layers in each of two blocks
@@ -69,7 +65,7 @@ def test_the_reference_of_an_adapted_policy_is_an_engine_of_its_own_to_the_bit(r
 
 def test_what_is_saved_is_what_was_trained_as_an_adapter_and_merged(ranks, trained, tiny_model, tmp_path):
     batch = program.rows()
-    want = scored(trained, batch)
+    want = trained.compute_logprobs(batch)[batch["loss_mask"].bool()]
     save_hf(tmp_path / "adapter", trained)
     assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",

@@ -157,14 +157,10 @@ def load_lines(data: bytes) -> Any:
     return lines
 
 
-def dump_lines(document: Any) -> bytes:
-    return b"".join(expanded(json.dumps(line).encode()) + b"\n" for line in document)
-
-
 CODECS = [
     Codec(load_sealed, dump_sealed),
     Codec(json.loads, lambda document: expanded(json.dumps(document).encode())),
-    Codec(load_lines, dump_lines),
+    Codec(load_lines, lambda lines: b"".join(expanded(json.dumps(line).encode()) + b"\n" for line in lines)),
 ]
 BINARY_CODECS = {
     ".bin": Codec(partial(msgpack.unpackb, strict_map_key=False), msgpack.packb),

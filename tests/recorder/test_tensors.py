@@ -1,5 +1,7 @@
 """Padded batches to checksummed safetensors files and back, bit for bit."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,18 +14,14 @@ from recorder.tensors import flatten, narrow, read_tensor, write_batch
 from recorder.testing import scripted_batch
 
 
-def read_all(path, entry):
-    storage = FolderStorage(path.parent)
-    return {name: read_tensor(storage, path.name, name, tensor) for name, tensor in entry.tensors.items()}
-
-
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 2**32 - 1))
 def test_any_ragged_batch_comes_back_with_its_dtypes_and_bits(tmp_path_factory, lengths, seed):
     batch = scripted_batch(lengths, seed % 1000)
     path = tmp_path_factory.mktemp("batch") / "b.safetensors"
     entry = write_batch(path, flatten(batch))
-    arrays = read_all(path, entry)
+    read = partial(read_tensor, FolderStorage(path.parent), path.name)
+    arrays = {name: read(name, tensor) for name, tensor in entry.tensors.items()}
     assert (entry.num_rows, entry.num_tokens) == (len(lengths), sum(lengths))
     assert entry.padded_length == max(lengths, default=0)
     assert arrays.pop("cu_seqlens").tolist() == np.cumsum([0, *lengths]).tolist()

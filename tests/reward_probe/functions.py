@@ -102,11 +102,7 @@ def pays_everything(text, prompt, gold):
 
 @of_text
 def pays_nothing(text, prompt, gold):
-    return text == answer_never(gold)
-
-
-def answer_never(gold):
-    return f"never {gold}"
+    return text == f"never {gold}"
 
 
 @of_text

@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from areal_core.trainer.checkpointing import find_checkpoint
 from areal_core.trainer.sft import SFTTrainer
 
 ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i in range(8)]
+OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="linear", warmup_steps_proportion=0.0)
 
 
 @pytest.fixture
@@ -27,9 +29,7 @@ def train(tiny_model, in_process, tmp_path):
         config = SFTConfig(experiment_name="e", trial_name=trial, allocation_mode="fsdp:d1")
         config.cluster.fileroot = str(tmp_path)
         config.actor.path, config.actor.dtype = str(tiny_model), "float32"
-        config.actor.optimizer = OptimizerConfig(
-            lr=1e-2, lr_scheduler_type="linear", warmup_steps_proportion=0.0
-        )
+        config.actor.optimizer = OPTIMIZER
         config.train_dataset.path, config.train_dataset.type, config.train_dataset.batch_size = "x", "sft", 2
         config.recover.mode, config.recover.freq_steps = mode, freq_steps
         for name, value in options.items():
@@ -37,6 +37,7 @@ def train(tiny_model, in_process, tmp_path):
             setattr(getattr(config, section), option, value)
         with SFTTrainer(config, ROWS, join=in_process) as trainer:
             trainer.train(stop=lambda step: step == stop_after)
+            run.group = trainer.actor.optimizer.param_groups[0]
             return {name: tensor.tolist() for name, tensor in trainer.actor.named_full_tensors()}
 
     return run
@@ -57,8 +58,8 @@ def checkpoints(tmp_path):
 def steps_logged(tmp_path):
     """Return the steps in stats.jsonl of a trial."""
 
-    def steps(trial: str = "t") -> list[int]:
-        [file] = tmp_path.glob(f"logs/*/e/{trial}/stats.jsonl")
+    def steps(trial: str = "t", name: str = "stats.jsonl") -> list[int]:
+        [file] = tmp_path.glob(f"logs/*/e/{trial}/{name}")
         return [json.loads(line)["step"] for line in file.read_text().splitlines()]
 
     return steps
@@ -71,6 +72,16 @@ def test_a_continued_run_ends_with_the_bits_of_an_uninterrupted_one(train, check
     assert train("auto") == uninterrupted
     assert steps_logged() == [0, 1, 2, 3]
     assert sorted(entry.name for entry in checkpoints().iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_the_options_of_the_optimizer_are_those_of_the_resumed_run(train, caplog):
+    train("auto", stop_after=1)
+    changed = replace(OPTIMIZER, lr=1e-3, beta1=0.8, eps=1e-6, weight_decay=0.0)
+    with caplog.at_level(logging.INFO):
+        train("auto", stop_after=2, actor__optimizer=changed)
+    assert train.group["lr"] == 1e-3 * 0.25  # after 3 of 4 steps of a linear decay
+    assert [train.group[name] for name in ("betas", "eps", "weight_decay")] == [(0.8, 0.999), 1e-6, 0.0]
+    assert "actor.optimizer.lr changed from 0.01 to 0.001" in caplog.text
 
 
 def test_checkpoints_that_a_thread_writes_contain_the_same_bits(train, checkpoints):
@@ -163,6 +174,8 @@ def test_fault_starts_from_the_beginning_and_continues_only_its_own_run(
 ):
     train("auto")
     train("fault", stop_after=0, freq_steps=2)  # ends before its first checkpoint
+    assert steps_logged() == [0]
+    assert steps_logged("t/before-1", "metrics.jsonl") == [0, 1, 2, 3]
     assert sorted(entry.name for entry in checkpoints().iterdir()) == ["before-000003", "before-000004"]
     monkeypatch.setenv("AREAL_RECOVER_RUN", "1")
     train("fault", stop_after=1)  # nothing of its own to continue from: from the beginning

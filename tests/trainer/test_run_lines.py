@@ -44,6 +44,16 @@ def test_a_signal_ends_the_loop_by_an_exception_and_is_reported(config, capsys, 
     assert last.startswith(
         "sums/first: interrupted after 1 of 9 steps; there is no checkpoint to continue from"
     )
+    config.recover.mode, config.recover.freq_steps = "auto", 10
+    with pytest.raises(SystemExit):
+        run()
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .endswith(
+            "; no checkpoint was written yet: the next was due after step 9. To save more often: recover.freq_steps=1"
+        )
+    )
 
 
 def test_a_second_signal_ends_the_process_at_once(config):

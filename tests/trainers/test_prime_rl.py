@@ -25,11 +25,6 @@ def folder(tmp_path, monkeypatch, loss):
     prime_rl.observation.cache_clear()
 
 
-def config_of(loss):
-    """Return prime-rl's class of options of its default loss."""
-    return loss.default_loss_fn.__annotations__["loss_config"]
-
-
 def inputs_of(loss, trainer, engine, mask, advantage=0.5):
     """Build LossInputs of a sequence; versions before 0.7 call the reference a teacher."""
     reference = "ref_logprobs" if "ref_logprobs" in loss.LossInputs.__annotations__ else "teacher_logprobs"
@@ -75,7 +70,7 @@ EMPTY = ([-1.0, -1.0], [0.0, 0.0], [False, False])  # fills the ranks that have 
 def test_loss_and_gradient_are_those_of_prime_rl(loss, folder):
     trainer = Trainer(loss, kl_tau=0.25)
     outputs, gradient = trainer.step([FIRST, SECOND])
-    config = config_of(loss)(kl_tau=0.25)
+    config = loss.default_loss_fn.__annotations__["loss_config"](kl_tau=0.25)
     bias = torch.zeros((), requires_grad=True)
     for output, (values, engine, mask) in zip(outputs, (FIRST, SECOND), strict=True):
         expected = loss.default_loss_fn(inputs_of(loss, torch.tensor(values) + bias, engine, mask), config)

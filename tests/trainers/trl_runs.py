@@ -54,10 +54,6 @@ def tiny_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def tokenizer_of(model: Path) -> Any:
-    return AutoTokenizer.from_pretrained(model, padding_side="left")
-
-
 def grpo(
     model: Path, folder: Path, *, rewards: Any = (digit_share, odd_length), first: int = 0, **options: Any
 ) -> Any:
@@ -71,7 +67,7 @@ def grpo(
         reward_funcs=list(rewards),
         args=GRPOConfig(output_dir=str(folder), **ARGUMENTS | GENERATION | options),
         train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer_of(model),
+        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
         **extra,
     )
 

@@ -6,17 +6,12 @@ import pytest
 
 from hangdoctor.diagnose import diagnose
 from hangdoctor.errors import UnreadableDump
-from hangdoctor.model import Frame, Thread
+from hangdoctor.model import Frame
 from hangdoctor.parse.read import read_snapshot
 from hangdoctor.parse.stacks_json import parse_stacks_json
 from hangdoctor.parse.stacks_text import parse_stacks_text
 
 C10D = "torch/distributed/distributed_c10d.py"
-
-
-def only(text: str) -> list[Thread]:
-    (section,) = parse_stacks_text(text)
-    return section.threads
 
 
 def test_pystack_is_turned_round_and_says_who_waits_for_the_gil():
@@ -31,7 +26,8 @@ Traceback for thread 13 (worker) [Has the GIL] (most recent call last):
     (Python) File "/a/w.py", line 3, in run
         decode()
 """
-    waiting, holding = only(text)
+    (section,) = parse_stacks_text(text)
+    waiting, holding = section.threads
     assert waiting.frames == (
         Frame("take_gil (/usr/bin/python3.11)", "Python/ceval_gil.h", 57, True),
         Frame("main", "/a/b.py", 8),
