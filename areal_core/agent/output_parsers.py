@@ -168,10 +168,6 @@ def python_list(text: str, tools: Tools) -> Found:
         return text, []  # the last two of Python's parser, for text that is nested deeply
 
 
-def no_calls(text: str, tools: Tools) -> Found:
-    return text, []
-
-
 def take_out(
     pattern: re.Pattern[str],
     text: str,
@@ -239,6 +235,6 @@ TOOL_FORMATS = {
     "llama3": ToolFormat(bare_json, special=True, spelling=('{"name": "NAME", "parameters": ', "}", "; ")),
     "mistral": ToolFormat(marked_list, special=True),
     "pythonic": ToolFormat(python_list),
-    "none": ToolFormat(no_calls),
+    "none": ToolFormat(lambda text, tools: (text, [])),
 }
 REASONING_PARSERS = ("qwen3", "deepseek-r1", "none")
