@@ -9,6 +9,7 @@ by name, and only with options of the same trainer: nothing is known of where th
 side does not know, be it a value, the config or the machine, is listed and explains nothing.
 """
 
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,27 +37,7 @@ OF_PLACES = frozenset(
     ("default_local_dir", "experiment_name", "hub_model_id", "logging_dir", "output_dir", "project_name",
      "report_to", "rollout_data_dir", "run_name", "wandb_project")
 )  # fmt: skip
-# the first stage on which an option acts, by a prefix of its name; the longest one counts; default "batch"
-ACTS_FROM = {
-    "logprobs": (
-        "actor.attn_impl actor.enable_tree_training actor.fsdp actor.gradient_checkpointing "
-        "actor.mb_spec actor.objective actor.parity_check actor.prox_logp_method "
-        "actor.recompute_logprob actor.temperature actor.use_decoupled_loss actor.use_liger "
-        "critic ref teacher"
-    ),
-    "advantages": (
-        "actor.adv_norm actor.advantage_fn actor.discount actor.gae_ actor.kl_ actor.m2_threshold "
-        "actor.mask_no_eos_with_zero actor.overlong_ actor.reward_ gconfig.reward_normalization"
-    ),
-    "loss": (
-        "actor.behav_imp_weight_cap actor.c_clip actor.entropy_coef actor.eps_clip "
-        "actor.importance_sampling_level actor.kl_loss_ actor.loss_aggregation actor.loss_fn "
-        "actor.ppo_n_minibatches actor.rejection_sampling actor.sapo actor.use_cispo_loss "
-        "actor.use_sapo_loss critic.eps_clip critic.ppo_n_minibatches teacher.distill_loss_weight "
-        "teacher.rl_loss_weight"
-    ),
-    "weights": ("actor.optimizer critic.optimizer total_train"),
-}
+ACTS_FROM = tomllib.loads(Path(__file__).with_name("acts_from.toml").read_text(encoding="utf-8"))
 # largest effect of summation order at this precision, relative to 1 or to the value
 NOISE = {"float32": 64 * 2.0**-23, "bfloat16": 64 * 2.0**-8, "float16": 64 * 2.0**-10}
 INPUTS = {
@@ -302,9 +283,7 @@ def stages_not_recorded(
 
 def acts_from(option: str) -> str:
     """Return the first stage on which an option acts."""
-    prefixes = [
-        (len(p), stage) for stage, names in ACTS_FROM.items() for p in names.split() if option.startswith(p)
-    ]
+    prefixes = [(len(p), stage) for stage, names in ACTS_FROM.items() for p in names if option.startswith(p)]
     return max(prefixes, default=(0, "batch"))[1]
 
 

@@ -12,7 +12,7 @@ in which a step computes them. These samples come first.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -86,14 +86,17 @@ class SampleShare:
 class StepExplanation:
     """All samples of a step, largest gradient first.
 
-    `faithful`: every step before it had the recorded bits. `grad_norms` are those of the
-    minibatches, before clipping. With an anatomy, `parts` are the terms, classes of token and turns
-    of each minibatch, `remarks` what is wrong with them, and `absent` the terms that cannot act.
+    `faithful`: every step before it had the recorded bits. `grad_norms` and `learning_rates` are of
+    each minibatch, norms before clipping; the update of `broken_by` broke the weights. With an
+    anatomy, `parts` are the terms, classes of token and turns of each minibatch, `remarks` what is
+    wrong with them, and `absent` the terms that cannot act.
     """
 
     record: str
     step: int
     grad_norms: list[float] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    broken_by: int | None = None
     samples: list[SampleShare] = field(default_factory=list)
     faithful: bool = True
     parts: list[Part] = field(default_factory=list)
@@ -130,6 +133,7 @@ def explain(
     found = of_ranks[0]
     found.faithful = is_faithful
     found.samples.sort(key=largest_first)
+    found.broken_by = broken_update(found.samples)
     reasons = {sample.why for sample in found.samples}
     found.remarks = remarks_of(found.parts, reasons.pop() if len(reasons) == 1 else "")
     return found
@@ -137,9 +141,16 @@ def explain(
 
 def largest_first(sample: SampleShare) -> tuple[bool, float]:
     """Order samples by gradient, after those with a value that is not finite, by its stage."""
-    if sample.stage is None:
-        return True, -sample.gradient_norm
-    return False, sample.stage
+    return sample.stage is None, -sample.gradient_norm if sample.stage is None else sample.stage
+
+
+def broken_update(samples: Sequence[SampleShare]) -> int | None:
+    """Return the minibatch after which no sample is finite, though inputs and all before it are."""
+    first = min((sample.minibatch for sample in samples if sample.stage is not None), default=0)
+    later = [sample.stage for sample in samples if sample.minibatch >= first]
+    # one sample alone may have broken its own minibatch
+    is_broken = len(later) > 1 and all(stage is not None and stage >= len(COLUMNS) for stage in later)
+    return first - 1 if first and is_broken else None
 
 
 class Explainer:
@@ -161,6 +172,8 @@ class Explainer:
             random_numbers = rng_state()
             self.explain_minibatch(facts)
             set_rng_state(random_numbers)
+        elif event == "optimizer" and facts["step"] == self.found.step:
+            self.found.learning_rates.append(facts["lr"])
 
     def explain_minibatch(self, facts: Mapping[str, Any]) -> None:
         """Compute the shares of each sample of all ranks; a collective.

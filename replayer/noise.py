@@ -102,9 +102,10 @@ def expected_guarantee(
     """
     if not recorded.recording.has_plans:
         return Guarantee("unrecorded", ("only rollouts were recorded, not the outcome of training on them",))
-    effects = [d.where for d in changed if not is_division(d.where) and d.where != DEVICE]
+    effects = [d for d in changed if not is_division(d.where) and d.where != DEVICE]
     if effects or edits:
-        return Guarantee("changed", (*edits, *(f"{name} was set differently" for name in effects)))
+        reasons = [f"{d.where} from {d.recorded} to {d.current}" for d in effects]
+        return Guarantee("changed", (*edits, *reasons))
     reasons = [f"{d.where} is {d.current}, recorded with {d.recorded}" for d in changed]
     if current.num_ranks != recorded.num_ranks:
         reasons.append(f"{current.num_ranks} ranks, recorded with {recorded.num_ranks}")

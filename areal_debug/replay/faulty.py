@@ -1,10 +1,12 @@
 """`areal-debug replay --find-faulty`: replays that vote on who computed wrongly, and the report."""
 
+import tomllib
+from pathlib import Path
 from typing import NoReturn
 
 from areal_debug.render import announce, console, print_json
 from areal_debug.replay.ranks import refuse_damage, runner
-from areal_debug.report.model import Finding, Level, Report, Row, rows_of
+from areal_debug.report.model import Finding, Report, Row, rows_of
 from areal_debug.report.terminal import print_report
 from recorder import Record
 from replayer.faulty import AFTER, BEFORE, FaultyReport, find_faulty
@@ -15,40 +17,6 @@ from replayer.preconditions import (
     exact_summation,
 )
 from replayer.request import replay_config
-
-# kind -> what it is, the next command or advice, what would refute it
-KINDS: dict[str, tuple[Level, str, str, str]] = {
-    "corruption": (
-        "bad",
-        "a rank computed wrongly",
-        "run without that device, or with debug.verify_every=10, and replay from an anchor before the step",
-        "a replay on the recorded device that gives the recorded bits again and again",
-    ),
-    "corruption here": (
-        "bad",
-        "a replay computed wrongly: this machine, not the recorded run",
-        "areal-debug check run",
-        "the same replay again, if it differs again: then it is not deterministic",
-    ),
-    "nondeterminism": (
-        "bad",
-        "the step is not deterministic here, so nobody can be accused",
-        "areal-debug check run",
-        "two replays with equal bits",
-    ),
-    "environment": (
-        "bad",
-        "another environment, code or option",
-        "areal-debug why {record}",
-        "a replay in the recorded environment that differs in the same way",
-    ),
-    "unclear": (
-        "unsure",
-        "the record does not say which rank",
-        "record with debug.record_bit_sums=true; areal-debug why {record}",
-        "a replay on the recorded machine that gives the recorded bits: then it is the environment",
-    ),
-}
 
 
 def find(record: Record, first: int, last: int, model: str | None, num_ranks: int, as_json: bool) -> NoReturn:
@@ -81,7 +49,8 @@ def report_of_faulty(report: FaultyReport) -> Report:
     if report.kind == "sound":
         same = f"{report.num_replays} replays gave all {report.num_compared} recorded numbers, bit for bit."
         return Report("Nothing to accuse", same, "good")
-    level, title, advice, refuted_by = KINDS[report.kind]
+    texts = Path(__file__).with_name("faulty.toml").read_text(encoding="utf-8")
+    level, title, advice, refuted_by = tomllib.loads(texts)[report.kind].values()
     rows = [
         Row("place", place_of(report)),
         *([] if report.device is None else [Row("device", report.device)]),

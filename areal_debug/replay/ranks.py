@@ -94,7 +94,8 @@ def report_of_ranks(
 
     Ends the command with the ranks' exit code if they fail.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    # Ctrl-C leaves ranks that may still write into it
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         report = Path(folder) / "report.json"
         shown = {QUIET: "1"} if quiet else {VERBOSE: "1"} if is_verbose() else {}
         environment = {REPORT_FILE: str(report)} | shown

@@ -32,7 +32,6 @@ EXPECTED = {
     "bitwise": "bit-identical numbers",
     "noise": "numbers within a few times this machine's noise floor",
     "statistical": "agreement over many steps, not of single steps",
-    "changed": "different numbers, because something was set differently",
     "unrecorded": "nothing to compare with",
 }
 
@@ -71,7 +70,10 @@ def print_start(out: Console, report: ReplayReport) -> None:
     for table in tables_of(header, ("what", "recorded", "now")):
         print_block(out, table)
         out.print()
-    if report.guarantee.kind != "bitwise":
+    if report.guarantee.kind == "changed":
+        changes = "; ".join(report.guarantee.reasons)
+        out.print(styled("You changed {}, so the numbers will differ.\n", changes))
+    elif report.guarantee.kind != "bitwise":
         out.print(styled("[bold]Expect[/bold] {}:", EXPECTED[report.guarantee.kind]))
         print_rows(out, rows_of("because", report.guarantee.reasons), "  ")
         out.print()
@@ -82,7 +84,7 @@ def print_step(out: Console, result: StepResult, in_detail: bool = False) -> Non
     status, style = status_of(result)
     numbers = "  ".join(compared_columns(result))
     missing = "; ".join(warning.partition(":")[0] for warning in result.warnings)
-    line = styled(f"step {{:>4}}  [{style}]{{:<13}}[/{style}]  {{}}", result.step, status, numbers)
+    line = styled(f"step {{:>4}}  [{style}]{{:<23}}[/{style}]  {{}}", result.step, status, numbers)
     out.print(styled("{}  [yellow]{}[/yellow]", line, missing) if missing else line)
     if not in_detail:
         return
@@ -106,7 +108,7 @@ def status_of(result: StepResult) -> tuple[str, str]:
         return "identical", "green"
     if not result.num_compared:
         return "not recorded", "dim"
-    return ("same weights", "yellow") if result.same_weights else ("other weights", "bold")
+    return ("same weights", "yellow") if result.same_weights else ("weights differ after it", "bold")
 
 
 def compared_columns(result: StepResult) -> list[str]:
@@ -143,10 +145,10 @@ def verdict_of(report: ReplayReport) -> tuple[str, str, Level]:
     num, verdict = len(report.steps), report.verdict
     is_noisy = report.guarantee.kind in ("noise", "statistical")
     if report.result == "not comparable":
-        return "Nothing to compare", f"{num} steps were trained on recorded rollouts.", "unsure"
+        return "Nothing to compare", f"{count(num, 'step')} trained on recorded rollouts.", "unsure"
     if report.result == "identical":
         same = "every loss, gradient norm, statistic and parameter checksum has the recorded bits."
-        return "Bit-identical", f"{num} of {num} steps: {same}", "good"
+        return "Bit-identical", f"{num} of {count(num, 'step')}: {same}", "good"
     differs = difference_of(report)
     if verdict is None or (is_noisy and verdict.finding == "unclear"):
         return "Inconclusive", differs, "unsure"
@@ -234,16 +236,19 @@ def report_of_explanation(record: Record, found: dict[str, Any]) -> Report:
     rows = []
     if left_out > 0:
         rows.append(Row("left out", f"{left_out} with smaller gradients; --json has all of them"))
-    if (text := record.step(step).text(first["rank"])) is not None:
+    place: tuple[Any, ...] = ()
+    if found["broken_by"] is None:
+        place = first["prompt_id"], first["sample_id"]
+    if place and (text := record.step(step).text(first["rank"])) is not None:
         line = next(line for line in text if line["row"] == first["row"])
         rows += [Row(name, repr(line[name])) for name in ("prompt", "completion")]
-    look = view_command(record.path, step, first["prompt_id"], first["sample_id"])
+    look = view_command(record.path, step, *place)
     shares = "Shares of a minibatch's gradient sum to 100 %; a negative share opposes it."
     rows += [Row("shares", shares, "dim"), Row("next", look, is_code=True)]
     differs = "The replay up to this step differs from the record: shares are those of the replay."
     return Report(
         f"Step {step}",
-        f"{len(samples)} samples, gradient norm {norms} (by minibatch). {verdict_on(samples)}",
+        f"{len(samples)} samples, gradient norm {norms} (by minibatch). {verdict_on(found)}",
         "",
         [explain_table(samples[:EXPLAIN_SHOWN]), Facts(rows)],
         [] if found["faithful"] else [differs],
@@ -321,13 +326,18 @@ def parts_table(parts: list[dict[str, Any]], kind: str, title: str) -> Table:
     return Table((*headings, "own norm>", *(f"to {name}>" for name in names)), rows, title)
 
 
-def verdict_on(samples: list[dict[str, Any]]) -> str:
+def verdict_on(found: dict[str, Any]) -> str:
     """Name the sample with the largest gradient, and why others have none, or no finite one."""
+    samples, update = found["samples"], found["broken_by"]
     first, num = samples[0], len(samples)
     place = f"(prompt {first['prompt_id']}, sample {first['sample_id']})"
     name = f"rank {first['rank']}, row {first['row']} {place}"
     if broken := sum(sample["stage"] is not None for sample in samples):
         many = f"{broken} of {num} samples have a value that is not finite, so the update is not taken"
+        if update is not None:
+            rate = f"learning rate {found['learning_rates'][update]:g}"
+            whole = f"Up to minibatch {update} every sample is finite, after it none is ({broken} of {num})"
+            return f"{whole}: its update broke the weights ({rate}). No single sample is to blame."
         return f"{many}; the earliest is in {name}: {first['why']}."
     zero = [sample for sample in samples if sample["gradient_norm"] == 0]
     reasons = "; ".join(f"{n} x {why}" for why, n in Counter(sample["why"] for sample in zero).most_common())
@@ -397,7 +407,7 @@ def report_of_comparison(report: ReplayReport) -> Report:
     rows = [Row("unchanged", same, "dim")]
     if (left_out := len(moved) - WHATIF_SHOWN) > 0:
         rows.insert(0, Row("left out", f"{left_out} statistics that changed less; --json lists all of them"))
-    headings = ("statistic", "recorded", "replayed", "mean recorded>", "mean replayed>", "change>")
+    headings = ("statistic", "recorded", "replayed", "mean recorded>", "mean replayed>", "change of means>")
     table = Table(headings, [whatif_cells(c) for c in moved[:WHATIF_SHOWN]])
     blocks: list[Block] = [Facts(rows_of_first(report) + rows_of_warnings(report)), table, Facts(rows)]
     compared = f"Recorded against replayed over {len(report.steps)} steps. {difference_of(report)}"
@@ -406,11 +416,12 @@ def report_of_comparison(report: ReplayReport) -> Report:
 
 
 def whatif_cells(item: Curve) -> list[str]:
-    """Return a row of the table: curves on one scale, means, and the change, at most "> 1000 %"."""
+    """Return a row of the table: curves on one scale, means, and their relative change."""
     means = [sum(values) / len(values) for values in (item.recorded, item.replayed)]
     bars = sparkline([*item.recorded, *item.replayed], width=2 * min(CURVE_WIDTH, len(item.recorded)))
-    moved = "> 1000 %" if item.moved > 10 else f"{100 * item.moved:.3g} %"
-    half, change = len(bars) // 2, "from 0" if math.isinf(item.moved) else moved
+    moved = (means[1] - means[0]) / abs(means[0]) if means[0] else math.inf
+    change = "from 0" if means[0] == 0 else f"{100 * moved:+.3g} %" if moved <= 10 else "> 1000 %"
+    half = len(bars) // 2
     return [item.name, bars[:half], bars[half:], *map(format_number, means), change]
 
 

@@ -1,12 +1,14 @@
 """A record and its replay, on the command line, on real ranks."""
 
 import json
+import os
 import re
 import shutil
 
 import pytest
 
 from areal_core.testing import make_tiny_model
+from areal_debug.replay.ranks import report_of_ranks
 from recorder import open_record
 from tests.forks import COMMAND, run_anew
 
@@ -89,3 +91,20 @@ def test_anchor_zero_replaces_missing_weights(areal_debug, train, tmp_path, tiny
     done = areal_debug("replay", tmp_path / "record")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Bit-identical: 2 of 2 steps" in done.stdout
+
+
+def test_ctrl_c_while_a_rank_still_writes_is_an_interruption(monkeypatch):
+    """A rank makes a file in the temporary folder while it is removed."""
+    remove = os.rmdir
+
+    class Interrupted:
+        def run(self, task, num_ranks, environment, log):
+            def rmdir(path, **given):
+                (log.parent / "late").touch()
+                remove(path, **given)
+
+            monkeypatch.setattr(os, "rmdir", rmdir)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        report_of_ranks(Interrupted(), [], 1)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from areal_debug.replay.report import report_of_explanation
 from areal_debug.report.terminal import print_report
-from replayer.explain import explain
+from replayer.explain import SampleShare, broken_update, explain
 
 SPIKE = (2, 9)  # step, row
 
@@ -133,3 +133,34 @@ def test_the_first_value_that_is_not_finite_is_named(
     )
     assert f"{num_broken} of 16 samples have a value that is not finite" in line
     assert f"row {BROKEN_ROW} (prompt 2, sample 1): {why}." in line
+
+
+def test_an_update_that_breaks_the_weights_is_named_and_no_sample(tmp_path, tiny_model, record_run):
+    optimizer = {"lr": 1e30, "warmup_steps_proportion": 0.0}
+    options = {"actor__optimizer": optimizer, "actor__nonfinite": "skip", "actor__ppo_n_minibatches": 4}
+    found, _, line = explained(record_run(tmp_path, tiny_model, 1, **options))
+    assert math.isfinite(found.grad_norms[0])
+    assert not any(map(math.isfinite, found.grad_norms[1:]))
+    assert (found.broken_by, found.learning_rates[0]) == (0, 1e30)
+    assert (
+        "Up to minibatch 0 every sample is finite, after it none is (12 of 16): its update broke the "
+        "weights (learning rate 1e+30). No single sample is to blame." in line
+    )
+    assert "row" not in line
+
+
+@pytest.mark.parametrize(
+    ("stages", "update"),
+    [
+        ([None, 12, 12, 13], 0),
+        ([None, None, 12, 12], 1),
+        ([None, 12, None, 12], None),  # a finite sample after it
+        ([None, 9, 9, 9], None),  # an advantage, which no weight changes
+        ([None, None, None, 12], None),  # one sample, perhaps by itself
+        ([12, 12, 12, 12], None),
+        ([None] * 4, None),
+    ],
+)
+def test_an_update_is_blamed_only_for_all_that_follow(stages, update):
+    samples = [SampleShare(0, 0, i, 0, 0, 8, *[0.0] * 6, "", stage) for i, stage in enumerate(stages)]
+    assert broken_update(samples) == update

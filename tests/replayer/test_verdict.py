@@ -73,7 +73,7 @@ def test_weights_diverge_at_the_step_whose_stage_and_row_are_named(recorded, rep
     assert first["num_different"] == 1  # advantages, which are normalised, follow from it
     assert (first["place"]["rank"], first["place"]["row"]) == (0, 5)
     assert "step    0  identical    " in lines[0]
-    assert "step    1  other weights" in lines[1]
+    assert "step    1  weights differ after it" in lines[1]
     assert any(line.startswith("Weights diverge at step 1: 2 of 3 steps") for line in lines)
     assert any(
         line.startswith("first        step 1, stage advantages: returns, rank 0, row 5 (prompt")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_debug.replay.report import curves_of
+from areal_debug.replay.report import Curve, curves_of, whatif_cells
 from replayer.request import Request
 from replayer.rerun import replay_and_judge
 from replayer.run import replay_and_compare
@@ -56,3 +56,12 @@ def test_rewards_are_recomputed_from_tokens_and_text_without_special_tokens(tiny
     batch = recorded_batch(tiny_run.record.step(0), 0)
     lengths = batch["loss_mask"].sum(1).double()
     assert report.steps[0].replayed["ppo_actor/task_reward/avg"] == pytest.approx(lengths.mean().item())
+
+
+def test_the_change_of_means_has_its_sign():
+    def change(recorded, replayed):
+        return whatif_cells(Curve("loss", tuple(recorded), tuple(replayed)))[-1]
+
+    assert change([0.1, 0.2], [0.2, 0.16]) == "+20 %"  # whatever single steps do
+    assert change([-0.1, -0.1], [-0.2, -0.1]) == "-50 %"
+    assert (change([0.0], [1.0]), change([1.0], [20.0])) == ("from 0", "> 1000 %")
