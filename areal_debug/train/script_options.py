@@ -16,6 +16,7 @@ from areal_core.config import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTCon
 from areal_core.config.import_paths import replacements
 from areal_core.config.rules import ALL
 from areal_core.errors import ConfigError
+from areal_core.safety.secrets import masker
 from areal_debug.installation import EXAMPLES
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,9 @@ def check_model_folders(config: PPOConfig) -> None:
                 "on the hub"
             )
         if path and not folder.exists():
-            logger.warning("there is no folder %s here: %s would be taken from the hub", path, option)
+            logger.warning(
+                "there is no folder %s here: %s would be taken from the hub", masker().text(str(path)), option
+            )
 
 
 def check_reward_functions(script: Path) -> None:
