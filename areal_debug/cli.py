@@ -6,6 +6,7 @@ Each verb is a file of `areal_debug/verbs/`, imported only when that verb runs.
 import difflib
 import importlib
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,38 +18,7 @@ from areal_core.safety.private import keep_files_private
 from areal_debug.start_up import cache_bytecode, collect_garbage_rarely, say_when_time_is_up
 from areal_debug.streams import INTERRUPTED, guarded
 
-SECTIONS = {
-    "Train and record": {
-        "demo": "Train a tiny model by GRPO, record it, and replay it bit for bit",
-        "train": "Run a training script on its ranks and servers; record or replay",
-        "eval": "Evaluate models with a training script: pass@k, comparison",
-        "check": "Check that a run is deterministic and that its model trains right",
-        "info": "List versions, devices, engines, options and the verbs that work",
-    },
-    "Replay and compare": {
-        "replay": "Replay a record without an engine, unchanged or with changes",
-        "goto": "Open a shell or debugger at any step of a recorded run",
-        "why": "Say in one sentence why two records differ",
-        "crosscheck": "Recompute a step by other code; name the option that differs",
-    },
-    "Diagnose": {
-        "consistency": "Compare an engine's logprobs with the model's, token by token",
-        "hang": "Find out why a job hangs and which ranks block it",
-        "doctor": "Diagnose a run's metrics and recommend config changes",
-        "reward": "Find out what a reward function pays for; score a record again",
-        "trace": "Show where slow steps spent their time",
-    },
-    "Look": {
-        "record": "List, show, verify, archive, import and export records",
-        "open": "Show a record, or everything that a run left, as pages",
-        "query": "Ask a record in SQL: steps, samples, tokens, calls of agents",
-    },
-    "Serve and agents": {
-        "serve": "Start, list and stop inference servers to debug agents against",
-        "agent": "Run an agent alone, under load or again from a record",
-        "mcp": "Let a coding agent ask all of this, as an MCP server",
-    },
-}
+SECTIONS = tomllib.loads(Path(__file__).with_name("verbs.toml").read_text(encoding="utf-8"))
 # Verbs of earlier versions, and what they are now.
 ALIASES = {
     "bisect": ("why", "--commits"),

@@ -6,40 +6,13 @@ projects on the package index are named `recorder`, `replayer` and `consistency`
 
 import importlib
 import importlib.util
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-EXTRA_OF = {  # packages by the name that they are imported by
-    "torch": "train",
-    "transformers": "train",
-    "tokenizers": "train",
-    "safetensors": "train",
-    "datasets": "hf",
-    "math_verify": "train",
-    "aiohttp": "train",
-    "httpx": "train",
-    "tensorboard": "train",
-    "PIL": "train",
-    "zarr": "archive",
-    "numcodecs": "archive",
-    "fsspec": "archive",
-    "pyarrow": "archive",
-    "duckdb": "query",
-    "pandas": "query",
-    "s3fs": "s3",
-    "sglang": "sglang",
-    "ray": "ray",
-    "peft": "lora",
-    "liger_kernel": "liger",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "bm25s": "search",
-    "openai": "search",
-    "trl": "trl",
-    "verl": "verl",
-    **dict.fromkeys(("mcp", "mcp_types", "anyio", "starlette", "uvicorn"), "mcp"),
-}
+EXTRAS = tomllib.loads(Path(__file__).with_name("extras.toml").read_text(encoding="utf-8"))
+EXTRA_OF = {package: extra for extra, packages in EXTRAS.items() for package in packages}
 # Of a large extra, and enough alone for the verbs that read: by the name to install.
 SMALL = {"tensorboard": "tensorboard", "PIL": "pillow"}
 PACKAGES = ("areal_core", "recorder", "replayer", "consistency", "hangdoctor")

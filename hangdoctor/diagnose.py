@@ -124,8 +124,8 @@ def reproduction(verdict: Verdict, classes: tuple[StackClass, ...]) -> tuple[Nex
     """Return the smallest job that keeps the pattern: one rank of each place where ranks wait."""
     if verdict.label in ("nccl_timeout", "straggler_or_not_hung", "unknown") or not 2 <= len(classes) <= 8:
         return ()
-    kept = rank_ranges(c.ranks[0] for c in classes if c.ranks)
-    why = f"the smallest job that can show the pattern has one rank of each place: here those of {kept}"
+    alike = ", one like ".join(f"rank {c.ranks[0]}" for c in classes if c.ranks)
+    why = f"{len(classes)} ranks are enough to reproduce it: one that behaves like {alike}"
     return (NextStep(f"torchrun --nproc-per-node {len(classes)} ...", why),)
 
 

@@ -25,14 +25,14 @@ from replayer.errors import ReplayError
 OURS = ("areal_core.", "areal_debug.")
 # member of `environment.code` -> what it is called
 NAMES = {
-    "objective": "objective",
-    "loss_fn": "loss",
-    "advantage_fn": "advantage",
-    "reward_shaping_fn": "reward shaping",
-    "gae_lambda_fn": "lambda of GAE",
-    "workflow": "workflow",
-    "reward_fn": "reward",
-    "dynamic_filter_fn": "filter",
+    "objective": "the objective {}",
+    "loss_fn": "the loss function {}()",
+    "advantage_fn": "the advantage function {}()",
+    "reward_shaping_fn": "the reward shaping function {}()",
+    "gae_lambda_fn": "the function {}() for lambda of GAE",
+    "workflow": "the workflow {}",
+    "reward_fn": "the reward function {}()",
+    "dynamic_filter_fn": "the filter function {}()",
 }
 # the first stage on which each acts
 FIRST_STAGE = {
@@ -82,7 +82,7 @@ class OwnCode:
         return Path(self.file).name if self.file else self.parts[0]
 
     def __str__(self) -> str:
-        return f"{NAMES[self.role]} {self.parts[1]} of {self.file_name}"
+        return f"{NAMES[self.role].format(self.parts[1])} of {self.file_name}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class OwnCodeState:
     line: int | None = None
 
     def __str__(self) -> str:
-        where = f"{NAMES[self.role]} {self.name} of {self.file}"
+        where = f"{NAMES[self.role].format(self.name)} of {self.file}"
         return f"{where}, changed: {', '.join(self.changed[:3])}" if self.changed else f"{where}, unchanged"
 
 
@@ -177,13 +177,13 @@ def refusal(record: Record, needed: list[OwnCode], own: OwnCode, places: list[Pa
     names = ", the ".join(map(str, needed))
     if places:
         given = ", ".join(map(str, places))
-        return f"{record.path} was computed by the {names}; {own.file_name} is not at {given}: give its file or folder as --code"
+        return f"{record.path} was computed by {names}; {own.file_name} is not at {given}: give its file or folder as --code"
     state = "is not on this machine" if own.file else "has no recorded file"
     if own.file and Path(own.file).is_file():
         state = "is unchanged" if digests(Path(own.file))["sha256"] == own.sha256 else "has changed since"
     code = quote(own.file or "FILE")
     return (
-        f"{record.path} was computed by the {names}, and no record decides that code runs: add --code {code} "
+        f"{record.path} was computed by {names}, and no record decides that code runs: add --code {code} "
         f'(of a pytest mark, code="{own.file_name}") to use it; {own.file_name} {state}'
     )
 

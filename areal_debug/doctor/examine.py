@@ -82,7 +82,7 @@ def examine(run: Run) -> Examination:
         run.by_name[alarm.metric] = share
     alarms = [alarm if alarm.cost else replace(alarm, cost=cost_since(run, alarm.onset)) for alarm in found]
     absent = tuple(name for name in QUANTITIES if name not in run.series)
-    alarms = [in_words_of(OWN if run.config else run.family, alarm) for alarm in alarms]
+    alarms = [in_words_of(OWN if run.config else run.family, alarm, run.record) for alarm in alarms]
     checks = checks_of(run, rows, list(dict.fromkeys(alarm.id for alarm in alarms)))
     return Examination(tuple(causes_first(alarms, run.num_steps)), checks, absent)
 
@@ -118,7 +118,7 @@ def cost_since(run: Run, step: int | None) -> str:
     hours = ""
     if took is not None and len(took.values):
         hours = f", {float(np.mean(took.values)) * (last - step + 1) / 3600:.2g} h"
-    return f"{last - step + 1} of {last - first + 1} steps since then{hours}"
+    return f"{last - step + 1} of {last - first + 1} steps{hours}"
 
 
 def verdict(run: Run, found: Examination) -> str:

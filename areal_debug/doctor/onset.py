@@ -49,8 +49,9 @@ def onset(series: Series, worse: Worse, in_ratios: bool = False) -> int:
     before, after = bend - 1, min(bend + 2, len(x) - 1)
     jumps = np.where((kept.steps[1:] >= x[before]) & (kept.steps[1:] <= x[after]), np.diff(values), 0.0)
     at = int(np.argmax(jumps))
-    # most of the change around the bend: no single outlier, and no step of a ramp
-    is_jump = jumps[at] > JUMPED * turned.noise and 0.5 < (y[after] - y[before]) / jumps[at] < 1.5
+    # from the level before, to which it does not return: no single outlier, and no step of a ramp
+    stays = y[after] - y[before] > 0.5 * jumps[at] > values[at] - y[before]
+    is_jump = jumps[at] > JUMPED * turned.noise and stays
     return int(kept.steps[at + 1] if is_jump else x[bend])
 
 

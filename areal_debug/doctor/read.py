@@ -11,7 +11,15 @@ from areal_debug.doctor.names import QUANTITIES, choose_names, family_of
 from areal_debug.doctor.rows import is_record, metrics_of
 from areal_debug.doctor.series import NOTHING, Series
 from areal_debug.doctor.sources.locate import RECORD, find_source
-from areal_debug.doctor.sources.plain_files import Row, UnreadableRun, parse_json, read_jsonl, read_text
+from areal_debug.doctor.sources.plain_files import (
+    Row,
+    UnreadableRun,
+    fault_of_csv,
+    parse_json,
+    read_csv,
+    read_jsonl,
+    read_text,
+)
 from areal_debug.doctor.sources.to_series import STEP_NAMES, collect
 from areal_debug.waiting import doing
 from recorder import Record, open_record
@@ -87,7 +95,9 @@ def read_run(path: Path, name: str | None = None, given: Mapping[str, str] | Non
     by_name = collect(rows)
     if not by_name:
         raise UnreadableRun(
-            f"{file} contains no numbers by step: give a file with a column {' or '.join(STEP_NAMES)}"
+            fault_of_csv(file)
+            if source.format.read is read_csv
+            else f"{file} contains no numbers by step: give a file with a column {' or '.join(STEP_NAMES)}"
         )
     series = judged(by_name, given)
     return Run(

@@ -12,7 +12,7 @@ from areal_debug.doctor.examine import Examination, is_one_step, look_at, place_
 from areal_debug.doctor.names import QUANTITIES
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import FEWEST_STEPS
-from areal_debug.render import format_number, styled
+from areal_debug.render import count, format_number, styled
 from areal_debug.report.links import RecordPage
 from areal_debug.report.model import Block, Curve, Facts, Finding, Level, Report, Row, rows_of
 from areal_debug.report.terminal import STYLES
@@ -55,12 +55,12 @@ def report_of(run: Run, found: Examination, record_page: RecordPage | None = Non
 
 def verdict_of(run: Run, found: Examination) -> tuple[str, str, Level]:
     logged_by = f" (metric names of {run.family})" if run.family != "unknown" else ""
-    what = f"{run.num_steps} steps of {run.source}{logged_by}"
+    what = f"{count(run.num_steps, 'step')} of {run.source}{logged_by}"
     if not run.series:
         return "Inconclusive", f"none of the metrics in {what} is known", "unsure"
     if found.alarms:
-        first, count = found.alarms[0], len(found.alarms) - 1
-        title = first.title + (f", and {count} more" if count else "")
+        first, num_more = found.alarms[0], len(found.alarms) - 1
+        title = first.title + (f", and {num_more} more" if num_more else "")
         if is_one_step(run, found):
             return (
                 "Inconclusive",
@@ -76,8 +76,13 @@ def verdict_of(run: Run, found: Examination) -> tuple[str, str, Level]:
         why = f"steps before {seen.steps[0]} are missing: give those as well, since it may have changed there"
         return "Inconclusive", f"{stays} in {what}; {why}", "unsure"
     if found.checks.are_few:
-        tried = f"only {found.checks.num_tried} of {found.checks.num_all} checks had data"
-        return "Few checks ran", f"{tried} in {what}", "unsure"
+        num, left = found.checks.num_tried, found.checks.num_all - found.checks.num_tried
+        rest = f"{left} others need more columns (listed below)"
+        return (
+            f"No problem in the {count(num, 'check')} that these columns allow",
+            f"{rest}: {what}",
+            "unsure",
+        )
     if run.damage.found:
         return "Damaged", f"no problem found in the intact steps: {what}", "bad"
     return "Healthy", f"no problem found in {what}", "good"
@@ -103,7 +108,7 @@ def unknown_names_of(run: Run) -> str:
     names = ", ".join(run.unknown_names[:NAMES_SHOWN])
     more = len(run.unknown_names) - NAMES_SHOWN
     rest = f" and {more} more (--json lists all)" if more > 0 else ""
-    return f"logged, but no known quantity: {names}{rest}; to judge one: --metric QUANTITY=NAME"
+    return f"Also logged, but not judged by any check: {names}{rest}; to judge one: --metric QUANTITY=NAME"
 
 
 def finding_of(run: Run, alarm: Alarm, record_page: RecordPage | None) -> Finding:
@@ -114,7 +119,7 @@ def finding_of(run: Run, alarm: Alarm, record_page: RecordPage | None) -> Findin
     rows = [
         Row("found", alarm.found),
         Row("evidence", ", ".join(evidence), address=address_of(record_page, first, alarm.metric)),
-        *([Row("since", f"step {alarm.onset}: {alarm.cost}".removesuffix(": "))] if shows_since else []),
+        *([Row("since", f"step {alarm.onset} ({alarm.cost})".removesuffix(" ()"))] if shows_since else []),
         *([Row("look", look, is_code=True)] if look else []),
         *(
             Row(

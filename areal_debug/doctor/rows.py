@@ -53,8 +53,8 @@ def metrics_of(record: Record, damage: Damage) -> tuple[list[dict[str, Any]], tu
             total += sum(step.num_rows(rank) for rank in range(step.manifest.num_ranks))
             unknown.update(step.num_unknown())
             rows.append(row)
-    counts = ", ".join(f"{key} of {count}" for key, count in unknown.items())
-    return rows, (f"unknown and left out: {counts} of {total} rows",) if counts else ()
+    counts = ", ".join(f"{key} ({count} of {total} rows)" for key, count in unknown.items())
+    return rows, (f"Not recorded: {counts}. Checks that need them were skipped.",) if counts else ()
 
 
 def logged(step: RecordedStep) -> Mapping[str, float]:

@@ -1,14 +1,17 @@
-"""Name options in advice as the user's trainer does."""
+"""Name options in advice as the user's trainer does, and the record that was read."""
 
 import re
+import shlex
 import tomllib
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from areal_debug.doctor.alarm import Alarm
+from recorder import Record
 
 OWN = "AReaL"  # whose names the advice is written in
+ON_RECORD = re.compile(r"(?:^|:? )areal-debug (\w+) (?:\w+ )?RECORD\b.*")
 
 
 @cache
@@ -25,8 +28,22 @@ def pattern() -> re.Pattern[str]:
     return re.compile(rf"(?P<open> \()?(?P<name>{names})\b(?P<value>=\S*\w)?(?P<rest>[^()]*\))?")
 
 
-def in_words_of(family: str, alarm: Alarm) -> Alarm:
-    """Return an alarm that names options as a family does, without changes of our config."""
+def in_words_of(family: str, alarm: Alarm, record: Record | None = None) -> Alarm:
+    """Return an alarm that names options as a family does, without changes of our config.
+
+    Commands name the record that was read; they are left out without one, or if they refuse it.
+    """
+
+    def of_record(text: str) -> str:
+        if (match := ON_RECORD.search(text)) is None:
+            return text
+        is_refused = record is not None and record.header.trainer and match[1] in ("replay", "goto")
+        if record is None or is_refused:
+            return text[: match.start()]
+        return text.replace("RECORD", shlex.quote(str(record.path)))
+
+    advice = tuple(filter(None, map(of_record, alarm.advice)))
+    alarm = replace(alarm, advice=advice, experiment=of_record(alarm.experiment))
     if family == OWN:
         return alarm
     return replace(

@@ -25,6 +25,7 @@ from areal_debug.doctor.samples.ends import surprises
 from areal_debug.doctor.samples.read import Rows, read_rows
 from areal_debug.doctor.series import Floats, Series
 from areal_debug.doctor.sources.plain_files import UnreadableRun
+from areal_debug.render import count
 from areal_debug.report.model import Cell, Facts, Level, Report, Row, Table, rows_of
 from recorder.errors import StepNotRecorded
 from recorder.trainers.unpickle import load_pickle
@@ -577,6 +578,7 @@ def report_of(found: Seam) -> Report:
     """Return the verdict, the table of all states, and what to restore and to record."""
     changed, unseen = found.having("changed"), found.having("unobserved")
     seam = f"between step {found.before.steps[-1]} and step {found.after.steps[0]}"
+    observed = f"{count(len(found.states) - len(unseen), 'state')} that could be checked"
     titles = ", ".join(texts()[one.id]["title"] for one in changed)
     word, level = VERDICTS[found.verdict]
     cells = [
@@ -592,8 +594,8 @@ def report_of(found: Seam) -> Report:
     )
     return Report(
         word,
-        f"{titles}, {seam}" if changed else f"no state that is observed changed {seam}",
+        f"{titles}, {seam}" if changed else f"nothing changed in the {observed} {seam}",
         level,
         [Table(("state", "verdict", "before", "after"), cells), Facts(rows)],
-        [f"{len(unseen)} of {len(found.states)} states are unobserved"],
+        [f"{len(unseen)} of {len(found.states)} states could not be checked"] if unseen else [],
     )

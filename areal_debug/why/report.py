@@ -18,7 +18,9 @@ def report_of(report: WhyReport) -> Report:
     rows = [] if report.finding is None else rows_of_finding(report, report.finding)
     rows += rows_of("also", report.also)
     rows += [Row("not known", "; ".join(report.not_known))] if report.not_known else []
-    rows += [Row("not recorded", ", ".join(report.not_compared))] if report.not_compared else []
+    if report.not_compared:
+        lacking = f"the trainer's {' and '.join(report.not_compared)}".replace("logprobs", "log-probs")
+        rows.append(Row("not recorded", f"{lacking} (debug.dump_scope=full records them)"))
     blocks: list[Block] = [Facts(rows)] if rows else []
     if report.settings:
         more = len(report.settings) - SHOWN_SETTINGS

@@ -239,12 +239,12 @@ def waiting_evidence(graph: Graph, culprits: Sequence[Process] = ()) -> tuple[Ev
 
 def stillness(case: Case) -> tuple[Evidence, ...]:
     """Return what the samples show about movement."""
+    moved, fact = [s for s in case.ranks if s.moved], f"no rank moved between the {case.num_samples} samples"
     if case.num_samples < 2:
-        return (Evidence("", "one sample only: it cannot distinguish slow from stuck"),)
-    moved = [s for s in case.ranks if s.moved]
-    still = len(case.ranks) - len(moved)
-    fact = f"{still} of {len(case.ranks)} ranks were at the same place in all {case.num_samples} samples"
-    return (Evidence(rank_ranges(ranks_of(moved)), fact + ("; these moved" if moved else "")),)
+        fact = "one sample only: it cannot distinguish slow from stuck"
+    elif moved:
+        fact = f"{len(case.ranks) - len(moved)} of {len(case.ranks)} ranks stood still in all {case.num_samples} samples; these moved"
+    return (Evidence(rank_ranges(ranks_of(moved)) if case.num_samples > 1 else "", fact),)
 
 
 def child_evidence(case: Case, processes: Sequence[Process], what: str) -> tuple[Evidence, ...]:

@@ -87,7 +87,7 @@ def own_differences(left: RecordHeader, right: RecordHeader, is_replay: bool) ->
     for own in compare_own_code(left, right, is_replay):
         if own.changed and (own.file, own.changed[0]) not in named:
             named.add((own.file, own.changed[0]))
-            what = f"{own.changed[0]} of {own.file} ({NAMES[own.role]} {own.name})"
+            what = f"{own.changed[0]} of {own.file} ({NAMES[own.role].format(own.name)})"
             acts = FIRST_STAGE.get(own.role, "batch")
             yield CodeDifference("own code", what, own.file, own.line, acts_from=acts)
 

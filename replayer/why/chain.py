@@ -260,5 +260,5 @@ def equal_before(case: Case) -> tuple[str, ...]:
         found.append("weights before the step")
     earlier = STAGES[: STAGES.index(case.first.stage)]
     own = compare_own_code(case.left.header, case.right.header, case.is_replay)
-    found += [f"{NAMES[one.role]} {one.name} of {one.file}" for one in own if not one.changed]
+    found += [f"{NAMES[one.role].format(one.name)} of {one.file}" for one in own if not one.changed]
     return (*found, *(stage for stage in earlier if stage not in case.report.not_compared))

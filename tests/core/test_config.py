@@ -1,73 +1,14 @@
 """A file and overrides become one typed object, or one error message."""
 
+from pathlib import Path
+
 import pytest
 
 from areal_core.config import GRPOConfig, PPOActorConfig, PPOConfig, SFTConfig, load_expr_config
 from areal_core.config.names import all_options, help_of
 from areal_core.errors import ConfigError
 
-GRPO_0_5_1 = """
-experiment_name: math
-trial_name: first
-seed: 7
-async_training: true
-allocation_mode: sglang.d4p1t1+d4p1t1
-total_train_epochs: 2
-tokenizer_path: ${actor.path}
-cluster:
-  n_nodes: 1
-  n_gpus_per_node: 8
-  fileroot: /tmp/runs
-  name_resolve: {type: nfs, nfs_record_root: /tmp/names}
-gconfig: {n_samples: 4, max_new_tokens: 512, temperature: 0.9}
-rollout:
-  experiment_name: ${experiment_name}
-  trial_name: ${trial_name}
-  max_concurrent_rollouts: 64
-  consumer_batch_size: ${train_dataset.batch_size}
-  max_head_offpolicyness: 2
-  schedule_policy: round_robin
-actor:
-  experiment_name: ${experiment_name}
-  trial_name: ${trial_name}
-  path: some/model
-  dtype: bfloat16
-  gradient_checkpointing: true
-  mb_spec: {max_tokens_per_mb: 4096}
-  optimizer: {type: adam, lr: 2e-6, weight_decay: 0.02, lr_scheduler_type: constant}
-  group_size: ${gconfig.n_samples}
-  eps_clip: 0.4
-  temperature: ${gconfig.temperature}
-  reward_scaling: 10.0
-  reward_bias: -0.5
-  kl_ctl: 0.0
-  ppo_n_minibatches: 1
-  recompute_logprob: true
-  use_decoupled_loss: true
-  behav_imp_weight_cap: 5.0
-  dynamic_sampling: false
-  reward_norm: {mean_level: group, std_level: group, group_size: "${gconfig.n_samples}"}
-  adv_norm: {mean_level: batch, std_level: batch}
-ref:
-  path: ${actor.path}
-  dtype: ${actor.dtype}
-  optimizer: null
-sglang: {model_path: "${actor.path}", random_seed: "${seed}", skip_tokenizer_init: true, mem_fraction_static: 0.8}
-train_dataset: {path: some/data, type: rl, batch_size: 16, shuffle: true, pin_memory: true, num_workers: 4, max_length: 256}
-valid_dataset: {path: some/data, type: rl, batch_size: 16}
-saver: {experiment_name: "${experiment_name}", trial_name: "${trial_name}", fileroot: "${cluster.fileroot}", freq_epochs: 1}
-recover: {mode: disabled, freq_secs: 3600}
-evaluator: {freq_epochs: 1}
-stats_logger:
-  fileroot: ${cluster.fileroot}
-  wandb: {mode: disabled}
-  swanlab: {mode: disabled}
-  tensorboard: {path: /tmp/board}
-launcher:
-  inference_server_cpus_per_gpu: 4
-  trainer_env_vars: A=1
-  slurm: {mount: "/a:/a"}
-"""
+GRPO_0_5_1 = "\n" + Path(__file__).with_name("grpo_0_5_1.yaml").read_text()
 
 GRPO_HEAD = (
     GRPO_0_5_1.replace("allocation_mode: sglang.d4p1t1+d4p1t1\n", "enable_offload: false\nscheduler: {type: null}\n")

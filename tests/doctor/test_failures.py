@@ -405,10 +405,8 @@ def test_alarms_of_one_jump_name_the_same_step(tmp_path, steps, at):
 def test_cost_counts_steps_and_the_hours_that_they_took(tmp_path):
     run = healthy() | {"no_eos": noisy(ramp(0.01, 0.3, 0.6), 0.003), "step_time": np.full(STEPS, 36.0)}
     [alarm] = judged(tmp_path, run).alarms
-    assert (
-        alarm.cost
-        == f"{STEPS - alarm.onset} of {STEPS} steps since then, {0.01 * (STEPS - alarm.onset):.2g} h"
-    )
+    num = STEPS - alarm.onset
+    assert alarm.cost == f"{num} of {STEPS} steps, {0.01 * num:.2g} h"
 
 
 @pytest.mark.parametrize(
@@ -471,6 +469,18 @@ def test_a_policy_that_left_its_reference_at_once_is_named(tmp_path):
     assert alarms["D29"].severity == "error"
     rising = columns | {"reward": noisy(ramp(0.2, 0.8, 0.0), 0.03)}
     assert "D29" not in {alarm.id for alarm in judged(tmp_path / "rising", rising).alarms}
+
+
+def test_a_kl_that_breaks_is_told_with_the_rewards_around_its_jump(tmp_path):
+    """The KL goes on growing after its jump: the onset is still the jump."""
+    steps = np.arange(60)
+    growing = np.where(steps < 41, 0.001 * steps + 0.002, 0.5 * (steps - 40))
+    growing *= 1 + np.random.default_rng(7).normal(0, 0.1, 60)
+    columns = {"reference_kl": growing, "reward": np.where(steps < 41, 0.757, 0.059)}
+    alarms = {alarm.id: alarm for alarm in judged(tmp_path, columns).alarms}
+    assert alarms["D29"].onset == 41
+    assert alarms["D29"].found.endswith("; the median reward is 0.757 before step 41, 0.059 from there on")
+    assert not any("RECORD" in alarm.experiment for alarm in alarms.values())
 
 
 @pytest.mark.parametrize("spikes", [2, 3])

@@ -158,6 +158,12 @@ def test_what_a_framework_prints_is_read_by_step(tmp_path, framework):
         ("a.jsonl", b'{"prompt": "1 + 1?", "reward": 1.0}\n' * 9, "contains no numbers by step"),
         ("a.log", b"INFO requests: 1  latency: 0.2  return: 200\n" * 9, "contains no numbers by step"),
         ("events.out.tfevents.1.x", b"\x00" * 99, "contains no numbers by step"),
+        ("a.csv", b"", "is empty"),
+        ("a.csv", b"step,reward\n", "has a header and no rows"),
+        ("a.csv", b"step,reward\na,b\n", "no number below its header: the first row is 'a,b'"),
+        ("a.csv", b"step;reward\n1;0.5\n", "has semicolons between its columns"),
+        ("a.csv", b"1,0.5\n2,0.6\n", "has no header: its first line is '1,0.5'"),
+        ("a.csv", b"reward,note\n0.5,a\n", "no column step or global_step that holds numbers"),
     ],
 )
 def test_a_malformed_file_is_one_sentence(tmp_path, name, content, sentence):

@@ -72,9 +72,7 @@ def changed(record, source, text, name="loss"):
 
 def test_no_record_decides_which_code_runs(record, source, monkeypatch):
     monkeypatch.delenv(ALLOWED_CODE, raising=False)
-    sentence = (
-        rf"computed by the loss loss of own_loss.py, and no record .*add --code {source} .*is unchanged"
-    )
+    sentence = rf"computed by the loss function loss\(\) of own_loss.py, and no record .*add --code {source} .*is unchanged"
     for refused in (replay_config, check_own_code):
         with pytest.raises(ReplayError, match=sentence):
             refused(record)
@@ -115,14 +113,17 @@ def test_a_recorded_file_never_leads_out_of_the_folder_that_the_user_gives(
 
 def test_the_function_that_differs_is_named_and_no_other(record, source):
     _, same = changed(record, source, SOURCE.replace("return 1", "return 2"))
-    assert str(same) == "loss loss of own_loss.py, unchanged"  # the loss does not use it
+    assert str(same) == "the loss function loss() of own_loss.py, unchanged"  # the loss does not use it
     now, found = changed(record, source, "# moved\n" + SOURCE.replace("2.0", "2.1"))
-    assert (str(found), found.line) == ("loss loss of own_loss.py, changed: function gate", 3)
+    assert (str(found), found.line) == ("the loss function loss() of own_loss.py, changed: function gate", 3)
     (difference,) = code_differences(record.header, now.header, is_replay=True)
-    assert difference.what == "function gate of own_loss.py (loss loss)"
+    assert difference.what == "function gate of own_loss.py (the loss function loss())"
     assert (difference.file, difference.line, difference.acts_from) == ("own_loss.py", 3, "loss")
     first = StageDifference("loss", "loss", 1.0, 1.1)
-    assert judge_own_code(record, now, first).why == "loss loss of own_loss.py, changed: function gate"
+    assert (
+        judge_own_code(record, now, first).why
+        == "the loss function loss() of own_loss.py, changed: function gate"
+    )
     assert judge_own_code(record, now, replace(first, stage="advantages")) is None  # it acts later
     _, found = changed(record, source, "FACTOR = 3\n" + SOURCE)
     assert found.changed == ("own_loss.py outside of functions",)

@@ -1,5 +1,6 @@
 """The probe names every faulty reward function, and accuses no sound one."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,35 +15,7 @@ QUESTIONS = [
     ("Tom reads 12 pages a day for 5 days.", "12 * 5 = <<12*5=60>>60\n#### 60"),
     ("A tank holds 40 litres, a third pump adds 35.", "40 + 35 = 75\n#### 75"),
 ]
-FAULTY = {  # what the sentence of the verdict names
-    "contains_answer": "several answers in one place",
-    "any_number_matches": "several answers in one place",
-    "answer_starts_with": "contains the expected answer",
-    "ignores_the_sign": "contains the expected answer",
-    "rounds_down": "contains the expected answer",
-    "wide_tolerance": "wrong answer",
-    "pays_format": "no more than a wrong one",
-    "pays_empty_tags": "magic token or phrase",
-    "pays_length": "no more than a wrong one",
-    "adds_length": "wrong and very long",
-    "pays_empty": "empty",
-    "pays_refusal": "refusal",
-    "pays_everything": "returns 1 for right and for wrong",
-    "pays_nothing": "returns 0 for right and for wrong",
-    "pays_wrong": "no more than a wrong one",
-    "obeys_instructions": "injected instruction",
-    "normalises_look_alikes": "look-alike characters",
-    "raises_without_number": "fails or is stuck: empty",
-    "returns_nan": "fails or is stuck: empty",
-    "returns_text": "fails for right or wrong answers: returned 'wrong'; expected a finite number",
-    "evaluates_text": "text that breaks parsers",
-    "backtracks": "text that breaks parsers",
-    "is_random": "it pays more or otherwise",
-    "pays_magic_token": "magic token or phrase",
-    "pays_echo": "echo of the prompt",
-    "matches_a_prefix": "truncated",
-    "pays_partly_for_trying": "refusal",
-}
+FAULTY = tomllib.loads(Path(__file__).with_name("faulty.toml").read_text())
 SOUND = (
     "exact", "after_the_hashes", "last_number_of_text", "boxed_alone", "in_tags", "with_format_bonus",
     "plus_and_minus_one", "abstaining_is_zero", "ten_points", "with_overlong_penalty", "within_rounding",

@@ -42,13 +42,16 @@ def divergence_explodes(run: Run) -> Alarm | None:
         and not series.throughout(lambda value: value > FAR * scale)
     ):
         return None
+    begins, also = onset(series, "up", in_ratios=True), ""
+    if len(before := reward.values[reward.steps < begins]) and len(after := reward.since(begins).values):
+        also = f"; the median reward is {np.median(before):.3g} before step {begins}, {np.median(after):.3g} from there on"
     return alarm(
         "D29",
         series,
-        found=series.change + (f"; the reward changed by {gains.change:+.3g}" if gains is not None else ""),
+        found=series.change + also,
         severity="error" if is_far else "warning",
         title="far" if series.is_short else "explodes",
-        since=onset(series, "up", in_ratios=True),
+        since=begins,
     )
 
 

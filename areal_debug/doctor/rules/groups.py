@@ -120,15 +120,17 @@ def only_reward(run: Run) -> float | None:
 def advantages_vanish(run: Run) -> Alarm | None:
     """D33: the spread of advantages, or of rewards, falls to a fraction of what it was."""
     series = spread_of(run)
+    what = "largest minus smallest: " if series.name == run.finite("advantage_max").name else ""
     is_zero = series.is_zero and share_alike(run).holds(lambda value: value <= MOST_ALIKE)  # else D22
     if is_solved(run) or not (is_zero or series.fell(VANISHED)):
         return None
     return alarm(
         "D33",
         series,
-        found=("largest minus smallest: " if is_zero else "") + series.change,
+        found=what + series.change,
         severity="error" if series.last < 0.5 * VANISHED * series.first else "warning",
         title="zero" if is_zero else "advantages" if "adv" in series.name else "rewards",
+        evidence=run.by_name[series.name].finite.tail(),
         since=onset(series, "down"),
     )
 

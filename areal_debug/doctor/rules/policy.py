@@ -20,6 +20,7 @@ FEWEST_SPIKES = 3  # two are found in short sound runs with stale samples
 EXPLODED = 10.0  # times the first loss of a critic
 GROWN = 1.5  # times its first level
 LEAST_EXPLAINED = 0.02  # variance of the returns
+ABSURD = 1.0  # learning rate: Adam changes each weight by about as much in one update
 REPEATED = 5  # different losses, and how many come again: with four digits no chance
 NOT_SMALL = 0.5  # a supervised loss that does not become 0 in one step
 OF_TOKENS = re.compile(r"(?i)(?<![a-z])(?:logits?|logps?|logprobs?)(?![a-z])")
@@ -229,7 +230,8 @@ def gradients_spike(run: Run) -> Alarm | None:
     spikes, high = (times > SPIKE) & (deviations > 6), (times > HIGH_SPIKE) & (deviations > 4)
     if not bad.any() and spikes.sum() < max(FEWEST_SPIKES, 0.02 * len(norm.values)) and high.sum() < 3:
         return None
-    at = np.flatnonzero(bad if bad.any() else spikes | high)
+    at, rate = np.flatnonzero(bad if bad.any() else spikes | high), highest_rate(run)
+    is_rate = bool(bad.any()) and rate > ABSURD
     first = int(norm.steps[at[0]])
     return alarm(
         "D17",
@@ -240,12 +242,14 @@ def gradients_spike(run: Run) -> Alarm | None:
             else f"{len(at)} of {len(norm.values)} steps are beyond {SPIKE:g} times their neighbours, the largest {times.max():.0f} times"
         ),
         severity="error" if bad.any() else "warning",
-        title="not_finite" if bad.any() else "spikes",
+        title="" if is_rate else "not_finite" if bad.any() else "spikes",
+        variant="rate" if is_rate else "",
         evidence=norm.at(at[:8]),
         since=first,
         cost=f"{len(at)} updates whose direction a few samples chose" if not bad.any() else "",
         verb="break" if bad.any() else "dominate",
         first=first,
+        rate=rate,
     )
 
 
@@ -306,7 +310,7 @@ def numbers_that_are_none(run: Run) -> Alarm | None:
         return None
     first = min(broken, key=lambda name: int(every[name].steps[np.argmax(bad[name])]))
     series, at = every[first], np.flatnonzero(bad[first])
-    step, also = int(series.steps[at[0]]), ", ".join(sorted(set(broken) - {first}))
+    step, rate, also = int(series.steps[at[0]]), highest_rate(run), ", ".join(sorted(set(broken) - {first}))
     is_other, is_zero = judged.keys().isdisjoint(broken), bool(np.isfinite(series.values[at[0]]))
     what = (
         f"{series.name} is {'exactly 0' if is_zero else 'not finite'} in {len(at)} of {len(bad[first])} steps"
@@ -316,12 +320,18 @@ def numbers_that_are_none(run: Run) -> Alarm | None:
         series,
         found=f"{what}, first at step {step}" + (f"; not finite as well: {also}" if also else ""),
         severity="warning" if is_other else "error",
-        title="others" if is_other else "lost" if is_zero else "not_finite",
-        variant="" if run.kind == "learning" else "supervised",
+        title="" if rate > ABSURD else "others" if is_other else "lost" if is_zero else "not_finite",
+        variant="rate" if rate > ABSURD else "" if run.kind == "learning" else "supervised",
         evidence=series.at(at[:8]),
         since=step,
         step=step,
+        rate=rate,
     )
+
+
+def highest_rate(run: Run) -> float:
+    """Return the highest learning rate that the run logs, 0 if it logs none."""
+    return float(run.finite("lr").values.max(initial=0.0))
 
 
 def is_lost(loss: Series) -> npt.NDArray[np.bool_]:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from areal_core.safety.received import UnreadableFile, lines_received, read_rece
 
 Row = Mapping[str, Any]
 
+NUMBER = re.compile(r"\s*[-+]?\.?\d[\d.eE+-]*\s*")
 BOUNDS_OF_EXPORTS = ("__MIN", "__MAX")  # of Weights & Biases: columns next to each metric's own
 
 
@@ -89,6 +91,10 @@ def read_csv(file: Path, run: str = "") -> Iterable[Row]:
     # cells beyond the last column are collected under ""
     table = csv.DictReader(io.StringIO(read_text(file), newline=""), restkey="")
     try:
+        if (names := table.fieldnames) and all(map(NUMBER.fullmatch, names)):
+            raise UnreadableRun(
+                f"{file} has no header: its first line is {','.join(names)[:60]!r}; add the names"
+            )
         for row in table:
             cells = ((name, value) for name, value in row.items() if value not in ("", None))
             named = ((name.partition(" - "), value) for name, value in cells)
@@ -99,6 +105,21 @@ def read_csv(file: Path, run: str = "") -> Iterable[Row]:
             }
     except csv.Error as error:
         raise UnreadableRun(f"{file}, after line {table.line_num}: not a row of a table: {error}") from error
+
+
+def fault_of_csv(file: Path) -> str:
+    """Return why a table holds no numbers by step, as a sentence that says what to do."""
+    header, *rows = read_text(file).splitlines() or [""]
+    if not header.strip():
+        return f"{file} is empty: give a table with a header and a column step"
+    if not any(map(str.strip, rows)):
+        return f"{file} has a header and no rows: give one row a step"
+    for mark, name in ((";", "semicolons"), ("\t", "tabs")):
+        if mark in header and "," not in header:
+            return f"{file} has {name} between its columns: separate them by commas"
+    if not any(NUMBER.fullmatch(cell) for row in rows for cell in row.split(",")):
+        return f"{file} has no number below its header: the first row is {rows[0][:60]!r}"
+    return f"{file} has no column step or global_step that holds numbers: its columns are {header[:200]!r}"
 
 
 def runs_of_csv(file: Path) -> tuple[str, ...]:
