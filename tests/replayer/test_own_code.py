@@ -83,7 +83,7 @@ def test_no_record_decides_which_code_runs(record, source, monkeypatch):
     crafted = copy.deepcopy(record.header.config)
     crafted["actor"]["loss_fn"] = "os:system"
     plain = replace(record, header=replace(with_code(record, loss_fn=None).header, config=crafted))
-    with pytest.raises(ReplayError, match="the loss system of os, and no record"):
+    with pytest.raises(ReplayError, match=r"the loss function system\(\) of os, and no record"):
         check_own_code(plain)
 
 
