@@ -174,7 +174,7 @@ def located(record: Record, needed: Mapping[str, OwnCode]) -> Iterator[tuple[str
 
 
 def refusal(record: Record, needed: list[OwnCode], own: OwnCode, places: list[Path]) -> str:
-    names = ", the ".join(map(str, needed))
+    names = ", ".join(map(str, needed))
     if places:
         given = ", ".join(map(str, places))
         return f"{record.path} was computed by {names}; {own.file_name} is not at {given}: give its file or folder as --code"

@@ -285,11 +285,11 @@ def without_effect_on_a_model(config: BaseExperimentConfig) -> Iterator[str]:
     """Yield sentences on options of models that are not trained, or not served."""
     ref = getattr(config, "ref", None)
     if isinstance(ref, PPOActorConfig):
-        plain = {field.name for field in dataclasses.fields(TrainEngineConfig)}
+        plain, default = {field.name for field in dataclasses.fields(TrainEngineConfig)}, PPOActorConfig()
         given = [
             f"ref.{field.name}"
             for field in dataclasses.fields(ref)
-            if field.name not in plain and getattr(ref, field.name) != getattr(PPOActorConfig(), field.name)
+            if field.name not in plain and getattr(ref, field.name) != getattr(default, field.name)
         ]
         if given:
             yield f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: a reference only computes logprobs"
