@@ -11,7 +11,8 @@ ValueError
 │   └── CheckpointError    a checkpoint that is missing, damaged or of another model
 │       └── CheckpointNotWritten   a full or failing disk: a retry may help
 ├── ImageError           a picture that is damaged, too large, or given in an unknown form
-└── RewardError          a reward function that cannot be found, fails, hangs, or returns no finite number
+└── RewardError          a reward function that cannot be found or called, or hangs
+    └── RewardFailed       it was called with a sample, and returned no finite number
 RuntimeError
 ├── ServerFailed         an inference server ended, or was not ready in time; the message has its last log lines
 ├── NonFiniteError       a weight, a loss, a gradient or what they are computed from is not finite
