@@ -199,6 +199,12 @@ def notes_on(report: Report) -> list[Row]:
                 f"{missing:,} samples of {model.name} are missing: the workflow left them out, or they failed"
             )
             notes.append(Row("note", text, "unsure"))
+        if (repeated := model.facts.get("repeated")) and model is report.models[0]:
+            text = (
+                f"prompts with the text of an earlier one: {repeated:,}. They are counted as independent, so intervals "
+                "and p-values are too small"
+            )
+            notes.append(Row("note", text, "unsure"))
         if ties := model.facts.get("num_ties"):
             text = (
                 f"{ties:,} pairs of {model.name} have a margin of 0, which the accuracy counts as wrong: a "

@@ -88,8 +88,9 @@ class Measured:
 class ModelResult:
     """The mean of each measure of one model.
 
-    `facts` are: of samples num_samples, missing (left out by the workflow, or failed), truncated
-    (a share) and mean_tokens; of rows num_tokens; of pairs num_ties, which have no margin.
+    `facts` are: of samples num_samples, missing (left out by the workflow, or failed), repeated
+    (prompts whose text an earlier one has), truncated (a share) and mean_tokens; of rows
+    num_tokens; of pairs num_ties, which have no margin.
     """
 
     name: str
@@ -214,6 +215,7 @@ def read_samples(
         facts={
             "num_samples": num_samples,
             "missing": settings.num_rows * settings.n_samples - num_samples,
+            "repeated": len(by_prompt) - len({of_prompt[-1]["text"] for of_prompt in by_prompt.values()}),
             "truncated": num_truncated / num_samples,
             "mean_tokens": num_tokens / num_samples,
         },

@@ -162,10 +162,10 @@ def check_model_folders(config: PPOConfig) -> None:
     paths = {f"{name}.path": model.path for name, model in models.items() if model is not None}
     for option, path in (paths | {"tokenizer_path": config.tokenizer_path}).items():
         folder = Path(path).expanduser()
-        if path and not folder.exists() and folder.parent != Path() and folder.parent.is_dir():
+        if path and not folder.exists() and folder.parent.is_dir():
             raise ConfigError(
-                f"{option} is {path!r}, and {folder.parent} has no such folder: give the folder of a model, or its name "
-                "on the hub"
+                f"{option} is {path!r}, and {folder.absolute().parent} has no such folder: give the folder of a model, "
+                "or its name on the hub as owner/name"
             )
         if path and not folder.exists():
             logger.warning(

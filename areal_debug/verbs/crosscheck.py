@@ -106,9 +106,11 @@ def report_of(report: "Crosscheck") -> Report:
         refuted = "the step trained again with the options set equal, if that record still differs"
         rows.append(Row("refuted if", refuted, "dim"))
     elif report.verdict == "equal":
-        left = [stage.stage for opinion in report.opinions for stage in opinion.stages if stage.is_left_out]
-        rest = f"; not recomputed: {', '.join(dict.fromkeys(left))}" if left else ""
-        sentence = f"step {report.step}, within the rounding of float32{rest}."
+        found = [stage for opinion in report.opinions for stage in opinion.stages]
+        equal = dict.fromkeys(stage.stage for stage in found if stage.verdict == "equal")
+        left = dict.fromkeys(stage.stage for stage in found if stage.stage not in equal)
+        rest = f"; not checked: {', '.join(left)}" if left else ""
+        sentence = f"{', '.join(equal)} of step {report.step}, within the rounding of float32{rest}."
     else:
         sentence = f"nothing of step {report.step} could be recomputed."
     word, level = VERDICTS[report.verdict]

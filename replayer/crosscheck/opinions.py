@@ -14,7 +14,7 @@ from replayer.crosscheck.frameworks import FRAMEWORKS, CannotRun, Framework, des
 from replayer.crosscheck.model_pass import ModelPass, load_pass
 from replayer.crosscheck.options import KNOWN, STAGES, Change, Explanation, Options, explain, sentence
 from replayer.crosscheck.step_rows import Bools, Floats, StepRows, Update
-from replayer.crosscheck.their_configs import NOT_COMPUTED, Configured, options_of
+from replayer.crosscheck.their_configs import Configured, options_of
 from replayer.crosscheck.twin import (
     UNIT,
     Bounded,
@@ -184,11 +184,6 @@ class StageOpinion:
     others: tuple[tuple[Change, ...], ...] = ()
     rows: tuple[RowDifference, ...] = ()
     num_rows: int = 0
-
-    @property
-    def is_left_out(self) -> bool:
-        """Whether the options have what is not recomputed, as a loss of the user."""
-        return self.verdict == "not checked" and (self.reason or "").startswith(NOT_COMPUTED[:21])
 
     @property
     def is_unexplained(self) -> bool:

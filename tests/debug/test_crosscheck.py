@@ -12,6 +12,7 @@ import torch
 
 from areal_core.testing import make_tiny_model
 from areal_debug import Recorder
+from areal_debug.verbs.crosscheck import report_of
 from recorder import open_record
 from replayer.crosscheck.layouts import compare_layouts
 from replayer.crosscheck.opinions import crosscheck
@@ -77,7 +78,11 @@ def test_what_is_unknown_is_not_checked(tmp_path):
     with Recorder(tmp_path / "record", config=steps.TRL, trainer="trl") as recorder:
         sample = {"prompt_tokens": [1], "completion_tokens": [2, 3], "group": 0, "advantages": 0.5}
         recorder.step(0, [sample | {"reward": 1.0}, sample], stats={"loss": 1.0})
-    stages = {stage.stage: stage for stage in check(tmp_path / "record").opinions[0].stages}
+    report = check(tmp_path / "record")
+    assert report_of(report).sentence == (
+        "mask of step 0, within the rounding of float32; not checked: rewards, kl, advantages, loss, gradient."
+    )
+    stages = {stage.stage: stage for stage in report.opinions[0].stages}
     assert {name: stage.verdict for name, stage in stages.items()} == {
         "rewards": "not checked", "mask": "equal", "kl": "not checked", "advantages": "not checked",
         "loss": "not checked", "gradient": "not checked",

@@ -16,7 +16,7 @@ def write_results(folder, rewards_of_models: dict[str, list[list[float]]], n_sam
     for number, (path, rewards) in enumerate(rewards_of_models.items()):
         lines = [
             {"prompt_id": prompt, "sample_id": i, "reward": reward, "num_sampled": 10,
-             "finish_reason": "length" if i == 0 else "stop", "prompt": "?", "completion": "!"}
+             "finish_reason": "length" if i == 0 else "stop", "prompt": f"{prompt + 1} + 1", "completion": "!"}
             for prompt, of_prompt in enumerate(rewards)
             for i, reward in enumerate(of_prompt)
         ]  # fmt: skip
@@ -46,7 +46,7 @@ def test_a_model_has_its_mean_reward_pass_at_k_and_lengths(tmp_path):
     assert model.measures["pass@1"].value == pytest.approx(1 / 3)
     assert model.measures["pass@2"].value == pytest.approx((0.5 + 1.0 + 0.0) / 3)
     assert model.measures["pass@4"].value == pytest.approx(2 / 3)
-    assert model.facts == {"num_samples": 12, "missing": 0, "truncated": 0.25, "mean_tokens": 10.0}
+    assert model.facts == {"num_samples": 12, "missing": 0, "repeated": 0, "truncated": 0.25, "mean_tokens": 10.0}
     assert report.comparisons == ()
     assert report.distinct_rewards == (0.0, 1.0)
 
@@ -101,3 +101,13 @@ def test_scores_of_a_reward_model_have_means_differences_and_a_verdict(tmp_path,
     out = " ".join(capsys.readouterr().out.split())
     assert "Against base: new: no difference found, by score better" in out
     assert "scores are of rm; the rewards do not contain them" in out
+
+
+def test_prompts_with_the_same_text_are_counted_and_named(tmp_path, capsys):
+    folder = write_results(tmp_path, {"m": [[1.0, 0.0]] * 3}, n_samples=2)
+    file = folder / "samples-0.jsonl"
+    file.write_text(file.read_text().replace("3 + 1", "1 + 1"))
+    report = report_of(folder, ks=(1,))
+    assert report.models[0].facts["repeated"] == 1
+    print_report(console(), report_module.report_of(report))
+    assert "prompts with the text of an earlier one: 1." in " ".join(capsys.readouterr().out.split())
