@@ -43,7 +43,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
         confidence=first.confidence,
         culprit_ranks=first.culprits,
         victim_ranks=victims(first, graph),
-        summary=first.summary,
+        summary=" ".join([first.summary, *(n for n in snapshot.notes if n.startswith("Ranks are"))]),
         evidence=first.evidence
         + end_evidence(case)
         + (waits(graph) if first.culprits else ())

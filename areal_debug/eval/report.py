@@ -31,6 +31,14 @@ SHOWN_CHARACTERS = 60  # of a prompt
 SHOWN_NUMBERS = 20  # of pairs
 # Columns of a model's facts, beside its measures.
 FACTS = {"truncated": "truncated>", "mean_tokens": "tokens>", "num_tokens": "tokens>"}
+# Facts of a model that change how its numbers are read.
+MISLEADING = {
+    "missing": "samples that {1} lacks: {0:,}. The workflow left them out, or they failed",
+    "repeated": "prompts of {1} with the text of an earlier one: {0:,}. They are counted as independent, so intervals "
+    "and p-values are too small",
+    "num_ties": "pairs of {1} with a margin of 0: {0:,}. The accuracy counts them as wrong: a model equal to its "
+    "reference, or a score head that is not trained",
+}
 
 
 def report_of(report: Report) -> shown_as.Report:
@@ -193,22 +201,9 @@ def notes_on(report: Report) -> list[Row]:
     if settings.reward_model is not None:
         notes.append(Row("scores", f"scores are of {settings.reward_model}; the rewards do not contain them"))
     notes += [Row("note", text, "unsure") for text in report.differing_settings]
-    for model in report.models:
-        if missing := model.facts.get("missing"):
-            text = (
-                f"{missing:,} samples of {model.name} are missing: the workflow left them out, or they failed"
-            )
-            notes.append(Row("note", text, "unsure"))
-        if (repeated := model.facts.get("repeated")) and model is report.models[0]:
-            text = (
-                f"prompts with the text of an earlier one: {repeated:,}. They are counted as independent, so intervals "
-                "and p-values are too small"
-            )
-            notes.append(Row("note", text, "unsure"))
-        if ties := model.facts.get("num_ties"):
-            text = (
-                f"{ties:,} pairs of {model.name} have a margin of 0, which the accuracy counts as wrong: a "
-                "model equal to its reference, or a score head that is not trained"
-            )
-            notes.append(Row("note", text, "unsure"))
-    return notes
+    return notes + [
+        Row("note", text.format(int(model.facts[name]), model.name), "unsure")
+        for model in report.models
+        for name, text in MISLEADING.items()
+        if model.facts.get(name)
+    ]

@@ -159,9 +159,7 @@ def number_unranked(reading: Reading, listed: dict[str, ProcessEntry]) -> None:
         names.sort(key=lambda name: positions[name] or ())
         reading.notes.append("ranks are counted from the processes' command lines")
     else:
-        reading.notes.append(
-            "no file name (rank_3.txt) or heading contains a rank: ranks are the order of the stacks"
-        )
+        reading.notes.append("Ranks are the order of the stacks: no name (rank_3.txt) or heading has one.")
     for rank, name in enumerate(names):
         reading.processes[name] = ProcessName(
             name, rank, role_in(reading.commands.get(name, "").split("::")[0])

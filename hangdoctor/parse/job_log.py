@@ -56,6 +56,7 @@ SIGNALLED = message("job_log", "signalled")
 STOPPED = message("job_log", "stopped")
 # A peer names the ranks that it has waited for.
 NAMED = messages("job_log", "named")
+POINTED = message("job_log", "pointed")  # a coordinator, whose own log names who is absent
 JOINED = messages("job_log", "joined")
 STALLED = message("job_log", "stalled")
 
@@ -356,7 +357,7 @@ def read_messages(job: JobLog, lines: Lines) -> None:
         for match in pattern.finditer(text):
             job.exits |= dict.fromkeys(numbers_in(match["ranks"]), (None, match["words"].strip()))
             job.complete = True
-    for pattern in NAMED:
+    for pattern in NAMED if job.exits else (*NAMED, POINTED):
         for match in pattern.finditer(text):
             words = " ".join(match["words"].split())[:200]
             for rank in numbers_in(match["ranks"].replace("-", " ")):

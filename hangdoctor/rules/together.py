@@ -141,7 +141,7 @@ def certainty(clusters: list[Cluster], odd: list[Process], recorded: bool) -> Co
 
 def from_records(case: Case, graph: Graph, finding: OperationFinding) -> Verdict:
     """Return the verdict for recorded operations that contradict each other, which needs no
-    assumption about groups; stacks show where the odd ranks are.
+    assumption about groups; stacks show where the odd ranks are. Two ranks of several have no majority.
     """
     odd = [s for s in case.ranks if s.rank in finding.odd_ranks]
     where = f"; {name_ranks(odd[:1])} is at {place(odd[0])}" if odd and odd[0].wait.frames else ""
@@ -151,7 +151,7 @@ def from_records(case: Case, graph: Graph, finding: OperationFinding) -> Verdict
     return make_verdict(
         "collective_mismatch",
         # A watchdog message numbers the operations of one group and seldom names the group.
-        "medium" if elsewhere or finding.source in LOGGED else "high",
+        "medium" if elsewhere or finding.source in LOGGED or (case.missing and not others) else "high",
         finding.odd_ranks,
         f"{begin(who)} disagree on the {finding.kind} of {collective_of(finding)}: {finding.detail}{where}.",
         record_evidence(finding) + stack_evidence(odd, "is here", graph) + stillness(case),

@@ -46,7 +46,13 @@ def test_a_model_has_its_mean_reward_pass_at_k_and_lengths(tmp_path):
     assert model.measures["pass@1"].value == pytest.approx(1 / 3)
     assert model.measures["pass@2"].value == pytest.approx((0.5 + 1.0 + 0.0) / 3)
     assert model.measures["pass@4"].value == pytest.approx(2 / 3)
-    assert model.facts == {"num_samples": 12, "missing": 0, "repeated": 0, "truncated": 0.25, "mean_tokens": 10.0}
+    assert model.facts == {
+        "num_samples": 12,
+        "missing": 0,
+        "repeated": 0,
+        "truncated": 0.25,
+        "mean_tokens": 10.0,
+    }
     assert report.comparisons == ()
     assert report.distinct_rewards == (0.0, 1.0)
 
@@ -110,4 +116,4 @@ def test_prompts_with_the_same_text_are_counted_and_named(tmp_path, capsys):
     report = report_of(folder, ks=(1,))
     assert report.models[0].facts["repeated"] == 1
     print_report(console(), report_module.report_of(report))
-    assert "prompts with the text of an earlier one: 1." in " ".join(capsys.readouterr().out.split())
+    assert "prompts of m with the text of an earlier one: 1." in " ".join(capsys.readouterr().out.split())

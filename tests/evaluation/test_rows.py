@@ -61,4 +61,4 @@ def test_pairs_have_an_accuracy_a_margin_and_the_pairs_that_changed(tmp_path, ca
     out = " ".join(capsys.readouterr().out.split())
     assert "4 validation pairs, reward model" in out
     assert "right to wrong new (1): 0" in out
-    assert "1 pairs of base have a margin of 0" in out
+    assert "pairs of base with a margin of 0: 1." in out

@@ -8,6 +8,7 @@ from hangdoctor.diagnose import diagnose
 from hangdoctor.parse.read import read_snapshot
 
 TIME_OUT = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete"
+CUT_BARRIER = "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0."
 PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:4126."
 AGENT = "E1127 22:44:50.484 8395 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 1)\n"
 
@@ -105,6 +106,12 @@ INIT = waiting("init_process_group", error=STORE)
         (INIT + INIT + ENDED_1, "missing_rank", (1,)),
         (INIT + "srun: error: node1: task 1: Out Of Memory\n", "missing_rank", (1,)),
         ("[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 12000 ms\n" + TWO_TIME_OUTS + ENDED_1, "missing_rank", (1,)),
+        # The head of the log is cut: the rank that coordinates the barrier is not the one that is absent.
+        (
+            prefixed(2, waiting("monitored_barrier", error=f"RuntimeError: {CUT_BARRIER}")) + ENDED_1,
+            "missing_rank",
+            (1,),
+        ),
     ],
 )  # fmt: skip
 def test_the_log_of_a_dead_job_says_who_was_waited_for(tmp_path, log, label, culprits):
