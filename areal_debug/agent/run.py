@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.agent_workflow import AgentWorkflow, Outcome
 from areal_core.agent.chat_template import render
-from areal_core.agent.conversation import BROKEN, Call, Interaction, Message
+from areal_core.agent.conversation import BROKEN, Interaction, Message
 from areal_core.agent.episode_tree import Turn
 from areal_core.agent.export import rows_of
 from areal_core.agent.sessions import Session
@@ -169,15 +169,11 @@ def new_messages(interaction: Interaction, parent: Interaction | None) -> list[M
     return [message for message in interaction.call.messages if message not in known]
 
 
-def shows_no_tools(tokenizer: PreTrainedTokenizerBase, call: Call) -> bool:
-    return render(tokenizer, call, None) == render(tokenizer, replace(call, tools=()), None)
-
-
 def notes_on(interactions: Sequence[Interaction], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Note tools that the template never shows to the model, and turns that were truncated."""
     notes = []
-    with_tools = [interaction.call for interaction in interactions if interaction.call.tools]
-    if with_tools and shows_no_tools(tokenizer, with_tools[0]):
+    first = next((interaction.call for interaction in interactions if interaction.call.tools), None)
+    if first and render(tokenizer, first, None) == render(tokenizer, replace(first, tools=()), None):
         notes.append(
             "tools were offered, and the chat template does not show them to the model: it cannot call them"
         )

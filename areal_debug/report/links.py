@@ -20,13 +20,6 @@ def fragment_of(step: int, prompt: int | None, sample: int | None, token: int | 
     return "&".join(f"{name}={value}" for name, value in place.items() if value is not None)
 
 
-def page_address(
-    page: str, step: int, prompt: int | None = None, sample: int | None = None, token: int | None = None
-) -> str:
-    """Return the address of a place in a record's page; `page` is a relative path."""
-    return f"{quote(page)}#{fragment_of(step, prompt, sample, token)}"
-
-
 def view_command(
     record: Path | str,
     step: int,
@@ -57,4 +50,6 @@ class RecordPage:
         self, step: int, prompt: int | None = None, sample: int | None = None, token: int | None = None
     ) -> str:
         """Return the address of a place in the page, "" if the step is not recorded."""
-        return page_address(self.page, step, prompt, sample, token) if step in self.record.steps else ""
+        if step not in self.record.steps:
+            return ""
+        return f"{quote(self.page)}#{fragment_of(step, prompt, sample, token)}"

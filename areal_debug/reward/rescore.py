@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from areal_core.data.read import BOXED_INSTRUCTION
-from areal_core.errors import RewardError
 from areal_core.reward import RewardPool
 from areal_core.reward.reward_pool import Call
 from areal_debug.record.decode import load_decoder
@@ -199,23 +198,19 @@ def score_rank(
         calls += [] if data is None else [((prompt, completion, prompt_ids, completion_ids), data)]
         found.append((row, completion, data is not None))
     chunks = [pool.submit_many(calls[at : at + CHUNK]) for at in range(0, len(calls), CHUNK)]
-    outcomes = (outcome for chunk in chunks for outcome in chunk.result())
+    found_in = (outcome for chunk in chunks for outcome in chunk.result())
+    outcomes = (one if isinstance(one, float) else str(one).splitlines()[0] for one in found_in)
     return [
         Scored(
             step.manifest.step,
             int(arrays["prompt_id"][row]),
             int(arrays["sample_id"][row]),
             float(arrays["rewards"][row]),
-            outcome_in(next(outcomes)) if has_data else None,
+            next(outcomes) if has_data else None,
             completion[-200:],
         )
         for row, completion, has_data in found
     ]
-
-
-def outcome_in(outcome: float | RewardError) -> float | str:
-    """Return the reward, or what went wrong in one line."""
-    return outcome if isinstance(outcome, float) else str(outcome).splitlines()[0]
 
 
 def report_of(record: Record, function: str, scored: Sequence[Scored]) -> RescoreReport:

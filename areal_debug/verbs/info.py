@@ -7,10 +7,15 @@ from pathlib import Path
 import click
 
 from areal_debug.cli import Verb, VerbGroup, force_option, json_option
+from areal_debug.installation import EXAMPLES
 from areal_debug.render import console, errors_as_sentences, print_json, refuse_existing, styled
-from areal_debug.skills import FOLDER, Skill, shipped_skills
+from areal_debug.skills import FOLDER, shipped_skills
 
 KINDS = ("grpo", "ppo", "sft", "rw", "dpo")
+to_option = click.option(
+    "--to", "folder", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
+    help="Copy them into this folder, and print none.",
+)  # fmt: skip
 
 
 @click.group(
@@ -79,10 +84,7 @@ def options(search: str, kind: str, as_json: bool) -> None:
     "areal-debug info skills --to .claude/skills",
 )
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option(
-    "--to", "folder", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
-    help="Copy the skills into this folder, such as .claude/skills, and not print them.",
-)  # fmt: skip
+@to_option
 @force_option
 @json_option
 @errors_as_sentences
@@ -97,7 +99,10 @@ def skills(names: tuple[str, ...], folder: Path | None, force: bool, as_json: bo
         raise ValueError(f"there is no skill {unknown[0]!r}: choose from {', '.join(found)}")
     chosen = [found[name] for name in names or found]
     if folder is not None:
-        copy_skills(chosen, folder, force)
+        for skill in chosen:
+            refuse_existing(folder / skill.name, force)
+        for skill in chosen:
+            shutil.copytree(FOLDER / skill.name, folder / skill.name, dirs_exist_ok=True)
     if as_json:
         print_json({"skills": [asdict(skill) for skill in chosen], "to": folder})
     elif folder is not None:
@@ -110,8 +115,19 @@ def skills(names: tuple[str, ...], folder: Path | None, force: bool, as_json: bo
             console().print(styled(f"[bold]{{:<{width}}}[/bold]  {{}}", skill.name, skill.description))
 
 
-def copy_skills(chosen: list[Skill], folder: Path, force: bool) -> None:
-    for skill in chosen:
-        refuse_existing(folder / skill.name, force)
-    for skill in chosen:
-        shutil.copytree(FOLDER / skill.name, folder / skill.name, dirs_exist_ok=True)
+@command.command(
+    cls=Verb, short_help="Copy the examples that the pages name", example="areal-debug info examples"
+)
+@to_option
+@force_option
+@json_option
+@errors_as_sentences
+def examples(folder: Path | None, force: bool, as_json: bool) -> None:
+    """Copy the example scripts, YAML files and data that the pages name; by default to ./examples."""
+    target = folder or Path("examples")
+    refuse_existing(target, force)
+    shutil.copytree(EXAMPLES, target, ignore=shutil.ignore_patterns("__*"), dirs_exist_ok=True)
+    if as_json:
+        print_json({"to": target})
+    else:
+        console().print(styled("examples copied to {}", target))

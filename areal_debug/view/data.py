@@ -13,7 +13,7 @@ import numpy as np
 
 from areal_core.safety.printable import printable, printable_block
 from areal_debug.doctor.names import find_name
-from recorder.conversations import Conversation, Part, conversations
+from recorder.conversations import Conversation, conversations
 from recorder.errors import StepNotRecorded
 from recorder.format import UNKNOWN_BITS
 from recorder.pictures.kinds import kind_of
@@ -144,10 +144,6 @@ def call_counts(rows: Sequence[Conversation | None] | None) -> dict[str, np.ndar
     }
 
 
-def printable_texts(part: Part) -> dict[str, str]:
-    return {"name": printable_block(part.name), "text": printable_block(part.text)}
-
-
 def calls_document(step: RecordedStep) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     places: dict[tuple[int, int, int], int] = {}
@@ -161,7 +157,10 @@ def calls_document(step: RecordedStep) -> dict[str, Any]:
             name = (one.prompt_id, one.episode, call.turn)
             if name not in places:
                 places[name] = len(calls)
-                parts = [asdict(part) | printable_texts(part) for part in row.parts(call)]
+                parts = [
+                    asdict(part) | {"name": printable_block(part.name), "text": printable_block(part.text)}
+                    for part in row.parts(call)
+                ]
                 facts = {"turn": call.turn, "after": call.after, "finish": printable(call.finish)}
                 calls.append(facts | {"reward": call.reward, "parts": parts})
         rows.append(

@@ -63,7 +63,11 @@ class FollowedRecord:
         self.damage = Damage()
         self._record: Record = open_record(path, self.damage)
         self._run = read_run(self._record, tick, self.damage)
-        self._points = {step: point_at(self._run, place) for place, step in enumerate(self._run.steps)}
+        curves = self._run.curves.items()
+        self._points = {
+            step: {name: values[place] for name, values in curves}
+            for place, step in enumerate(self._run.steps)
+        }
         self._views: OrderedDict[int, StepView] = OrderedDict()
 
     @property
@@ -136,10 +140,6 @@ def kept(decode: Decode) -> Decode:
     """Return the decoder with the texts of short lists kept: those of all steps repeat."""
     short = lru_cache(maxsize=KEPT_TEXTS)(lambda ids: decode(list(ids)))
     return lambda ids: short(tuple(ids)) if len(ids) <= SHORT else decode(ids)
-
-
-def point_at(run: RunView, place: int) -> dict[str, float]:
-    return {name: values[place] for name, values in run.curves.items()}
 
 
 BLOB_NAME = re.compile(r"(?:([ab])-([0-9]{1,18})-(text|numbers|images|calls)|pair-([0-9]{1,18}))")

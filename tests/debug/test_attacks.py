@@ -32,7 +32,8 @@ NOT_READING = {
     **dict.fromkeys(("demo", "train", "eval", "check run", "check model"), "run the user's own program"),
     **dict.fromkeys(("agent run", "agent stress"), "run the user's own agent"),
     **dict.fromkeys(
-        ("serve", "info", "info options", "info skills", "hang explain"), "read no file of others"
+        ("serve", "info", "info options", "info skills", "info examples", "hang explain"),
+        "read no file of others",
     ),
     **dict.fromkeys(("hang", "hang collect", "hang watch"), "read live processes"),
     "mcp": "answers by the other verbs, in children that read below its roots",

@@ -20,6 +20,7 @@ MAY_HAVE_TO = {
     "record export",
     "hang collect",
     "info skills",
+    "info examples",
 }
 NEVER_REPLACES = {
     "hang watch": "every hang gets a folder of its own, named by the time",

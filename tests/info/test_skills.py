@@ -56,6 +56,15 @@ def test_skills_are_listed_printed_and_copied(tmp_path):
     assert done.stderr.startswith("Error: there is no skill 'no': choose from rl-engine-and-trainer")
 
 
+def test_examples_are_copied_whole(tmp_path):
+    target = tmp_path / "examples"
+    assert run("info", "examples", "--to", target) == (0, f"examples copied to {target}\n")
+    names = {path.relative_to(ROOT / "examples") for path in (ROOT / "examples").rglob("*")}
+    copied = {path.relative_to(target) for path in target.rglob("*")}
+    assert copied == {name for name in names if not any(part.startswith("__") for part in name.parts)}
+    assert run("info", "examples", "--to", target)[0] == 2
+
+
 STACK = """Process {pid}: python train.py
 Thread {pid} (active): "MainThread"
     {wait} (torch/distributed/distributed_c10d.py:{line})
