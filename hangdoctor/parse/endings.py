@@ -54,7 +54,8 @@ def endings_of(job: JobLog, world_size: int | None, timed_out: set[int]) -> Ende
     for rank, printed in failures.items():
         how, frames, words = reading_of(printed)
         if frames and rank not in dumps:
-            found.stacks[rank] = (Thread(frames, "MainThread"),)
+            whole = frames[-1].function == "<module>"  # else the head of the log may be cut
+            found.stacks[rank] = (Thread(frames, "MainThread" if whole else "traceback"),)
         if how:
             found.endings[rank] = Ending(rank, how, words)
     found.stacks |= dumps
