@@ -6,11 +6,14 @@ steps  ... 37    | checkpoint before 40   38 and 39 were still queued when the r
                                           gaps.json lists them as lost
 """
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from areal_core.safety.durable import sync
+from recorder.difference import find_differences
 from recorder.errors import RecordExists
 from recorder.format import (
     ANCHOR_FILE,
@@ -24,6 +27,11 @@ from recorder.format import (
 )
 from recorder.header import Gaps, write_gaps
 from recorder.reader import Record, open_record
+
+# Sections of our trainer's options that act on a recorded step, and members that do not.
+ACTING = ("actor", "critic", "ref", "teacher", "seed", "deterministic")
+NOT_ACTING = {"path", "scheduling_spec", "scheduling_strategy", "experiment_name", "trial_name", "nonfinite",
+              "weight_update_mode", "enable_delta_weight_update", "parity_check"}  # fmt: skip
 
 
 def resume_record(folder: Path, first_step: int, header: RecordHeader) -> tuple[dict[int, int], Gaps]:
@@ -53,7 +61,9 @@ def resume_record(folder: Path, first_step: int, header: RecordHeader) -> tuple[
 
 
 def check_same_run(record: Record, header: RecordHeader) -> None:
-    """Raise RecordExists unless model files, ranks, scope and recorded steps match the record."""
+    """Raise RecordExists unless model files, ranks, scope, recorded steps and options of training match
+    the record: it has one configuration, with which every step is replayed.
+    """
     facts: dict[str, Callable[[RecordHeader], object]] = {
         "model files": lambda h: h.model["files"],
         "data-parallel ranks": lambda h: h.num_ranks,
@@ -64,6 +74,20 @@ def check_same_run(record: Record, header: RecordHeader) -> None:
             raise RecordExists(
                 f"{record.path} is the record of a run with other {name}, which this run cannot resume: choose another folder"
             )
+    before = {name: record.header.config.get(name) for name in ACTING}
+    found = find_differences(before, within(before, json.loads(json.dumps(header.config))))
+    changed = [item for item in found if not NOT_ACTING & set(item.where.split("."))]
+    if header.trainer is None and changed:
+        raise RecordExists(
+            f"{record.path} is the record of a run with {changed[0].where}={changed[0].recorded}, and this one has "
+            f"{changed[0].current}: to resume with other options of training, choose another folder"
+        )
+
+
+def within(options: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the members of `now` that `options` has: a newer version has more of them."""
+    pairs = ((name, value, now.get(name)) for name, value in options.items())
+    return {n: within(a, b) if isinstance(a, dict) and isinstance(b, dict) else b for n, a, b in pairs}
 
 
 def remove_committed(folder: Path, committed_by: str) -> None:

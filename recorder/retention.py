@@ -50,7 +50,8 @@ def steps_to_remove(sizes: Mapping[int, int], free_bytes: int, limits: Retention
     steps = sorted(sizes)
     removable = [step for step in steps[:-1] if step not in limits.pinned]
     last = set(steps if limits.keep_last is None else steps[-limits.keep_last :])
-    outdated = {step for step in removable if step not in last and not kept_by_number(step, limits)}
+    by_number = limits.keep_every
+    outdated = {s for s in removable if s not in last and (by_number is None or s % by_number)}
     remaining = sum(sizes.values()) - sum(sizes[step] for step in outdated)
     free = free_bytes + sum(sizes[step] for step in outdated)
     for step in removable:
@@ -61,10 +62,6 @@ def steps_to_remove(sizes: Mapping[int, int], free_bytes: int, limits: Retention
             outdated.add(step)
             remaining, free = remaining - sizes[step], free + sizes[step]
     return sorted(outdated)
-
-
-def kept_by_number(step: int, limits: Retention) -> bool:
-    return limits.keep_every is not None and step % limits.keep_every == 0
 
 
 class KeptSteps:

@@ -81,7 +81,7 @@ def scripted_learning(batch: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def start_facts(rank: int = 0, num_ranks: int = 1, **config: Any) -> dict[str, Any]:
     return {
-        "config": {"seed": 1, "allocation_mode": f"fsdp:d{num_ranks}", **config},
+        "config": SCRIPTED_HEADER.config | {"allocation_mode": f"fsdp:d{num_ranks}", **config},
         "rank": rank,
         "world_size": num_ranks,
         "data_parallel_rank": rank,

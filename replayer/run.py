@@ -15,6 +15,7 @@ from areal_core.trainer.sft import SFTTrainer
 from recorder import Record, open_record
 from replayer.anchors import CHECKPOINT
 from replayer.check import ReplayCheck, ReplayReport
+from replayer.errors import ReplayError
 from replayer.preconditions import check_model, check_steps_present, nearest_anchor, step_range
 from replayer.request import Request, replay_config
 from replayer.source import Edit, EditedRollouts, RecordedRollouts, filter_rows, load_edit, reward_rows
@@ -109,7 +110,7 @@ def build_trainer(
     check_steps_present(record, first, request.last)
     hooks = replay_hooks(request, make_observers) | {
         "checkpoint": None if anchor is None else record.anchor(anchor) / CHECKPOINT,
-        "total_steps": total_steps(record, start),
+        "total_steps": total_steps(record, config, start, request.last),
         "join": join,
     }
     if stop_before is not None:
@@ -117,12 +118,24 @@ def build_trainer(
     return SUPERVISED.get(type(config), PPOTrainer)(config, **hooks)
 
 
-def total_steps(record: Record, step: int) -> int:
-    """Return the length of the learning-rate schedule; of rollouts alone, recorded steps."""
+def total_steps(record: Record, config: BaseExperimentConfig, start: int, last: int | None) -> int:
+    """Return the length of the learning-rate schedule; of rollouts alone, recorded steps.
+
+    Raises:
+        ReplayError: a resumed run had another length, and its learning rate depends on it.
+    """
+    end = record.steps[-1] if last is None else last
     if not record.header.recording.has_plans:
         return record.steps[-1] + 1
-    steps: int = record.step(step).plan(0).details["total_steps"]
-    return steps
+    before, after = (int(record.step(step).plan(0).details["total_steps"]) for step in (start, end))
+    optimizers = [engine.optimizer for engine in (config.actor, getattr(config, "critic", None)) if engine]
+    for of in filter(None, optimizers) if before != after else ():
+        if of.lr_scheduler_type != "constant" or int(of.warmup_steps_proportion * max(before, after)):
+            raise ReplayError(
+                f"{record.path}: the run was resumed with another length, {after} steps and not {before}, and its learning rate "
+                "depends on it: replay the steps before and after it apart, with --to-step and --from-step"
+            )
+    return max(before, after)
 
 
 def replay_and_compare(request: Request, make_observers: Sequence[MakeObserver] = ()) -> ReplayReport:

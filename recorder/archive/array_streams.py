@@ -86,7 +86,7 @@ class ArrayStream:
                 self.write_held(column, whole_shards=True)
         elif len(values):
             self.write(column, values)
-            column.end = round_up(column.end, column.shard)
+            column.end = -(-column.end // column.shard) * column.shard  # rounded up
         return part
 
     def create(self, path: str, stored: str) -> Column:
@@ -150,10 +150,6 @@ class ArrayStream:
             if column.num_held:
                 self.write_held(column, whole_shards=False)
             column.array.resize((column.end,))
-
-
-def round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 def create_group(location: str) -> zarr.Group:

@@ -41,7 +41,7 @@ UNKNOWN = Kind("unknown format", None, None)
 def kind_of(data: bytes) -> Kind:
     """Return the format and size that the header of a picture has."""
     formats = (
-        ("PNG", b"\x89PNG\r\n\x1a\n", 0, png_size),
+        ("PNG", b"\x89PNG\r\n\x1a\n", 0, lambda data: struct.unpack_from(">II", data, 16)),
         ("JPEG", b"\xff\xd8\xff", 0, jpeg_size),
         ("GIF", b"GIF8", 0, lambda data: struct.unpack_from("<HH", data, 6)),
         ("WEBP", b"WEBP", 8, webp_size),
@@ -55,10 +55,6 @@ def kind_of(data: bytes) -> Kind:
                 return Kind(name, None, None)
             return Kind(name, width, height)
     return UNKNOWN
-
-
-def png_size(data: bytes) -> tuple[int, ...]:
-    return struct.unpack_from(">II", data, 16)
 
 
 def bmp_size(data: bytes) -> tuple[int, ...]:

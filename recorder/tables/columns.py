@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from areal_core.safety.durable import commit_file
-from recorder.conversations import Conversation, conversations
+from recorder.conversations import conversations
 from recorder.errors import DamagedRecord
 from recorder.format import BATCH_KEYS, IMAGE_KEYS, NUMPY_TYPES, TensorEntry
 from recorder.pictures.kinds import UNKNOWN, kind_of
@@ -60,7 +60,7 @@ def columns_of_calls(step: RecordedStep, rank: int) -> dict[str, Values] | None:
         **{name: (np.array(values, np.int32), None, known) for name, values in numbers.items()},
         "tools_used": (*joined(used, NAMES), known),
         "messages": (*joined(messages, MESSAGE), known),
-        "tools": ([tools_text(row) for row in rows], None, known),
+        "tools": ([row and json.dumps(row.offered, ensure_ascii=False) for row in rows], None, known),
     }
 
 
@@ -85,10 +85,6 @@ def message_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
 def optional_text(message: Mapping[str, Any], name: str) -> str | None:
     value = message.get(name)
     return value if isinstance(value, str) else None
-
-
-def tools_text(row: Conversation | None) -> str | None:
-    return None if row is None else json.dumps(row.offered, ensure_ascii=False)
 
 
 FINISH_REASONS = np.array(["stop", "length", "abort"])  # by number

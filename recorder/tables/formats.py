@@ -224,7 +224,10 @@ def write_pt(record: Record, file: Path, steps: Sequence[int], overwrite: bool) 
 def padded(step: RecordedStep) -> dict[str, np.ndarray[Any, Any]]:
     """Return the rows of all ranks as [B, T] and [B] arrays, padded with 0 on the right."""
     ranks = range(step.manifest.num_ranks)
-    keys = [*BATCH_KEYS, *(["unknown"] if any(has_unknown(step, rank) for rank in ranks) else [])]
+    keys = [
+        *BATCH_KEYS,
+        *(["unknown"] if any("unknown" in step.batch_entry(rank)[1].tensors for rank in ranks) else []),
+    ]
     batches = [step.batch(rank, set(keys) & step.batch_entry(rank)[1].tensors.keys()) for rank in ranks]
     lengths = np.concatenate([np.diff(batch["cu_seqlens"]) for batch in batches])
     mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
@@ -239,10 +242,6 @@ def padded(step: RecordedStep) -> dict[str, np.ndarray[Any, Any]]:
         else:
             arrays[key] = flat
     return arrays
-
-
-def has_unknown(step: RecordedStep, rank: int) -> bool:
-    return "unknown" in step.batch_entry(rank)[1].tensors
 
 
 # by finish reason; slime has no word for one that is not known, and "pending" is its default

@@ -65,12 +65,11 @@ def png_of(mode: Any, size: Any, data: Any) -> bytes | None:
     raw = np.insert(lines, 0, 0, axis=1).tobytes()  # each line begins with its filter, 0: none
     head = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
     parts = ((b"IHDR", head), (b"IDAT", zlib.compress(raw)), (b"IEND", b""))
-    chunks = (struct.pack(">I", len(body)) + kind + body + crc_of(kind + body) for kind, body in parts)
+    chunks = (
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in parts
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-
-def crc_of(data: bytes) -> bytes:
-    return struct.pack(">I", zlib.crc32(data))
 
 
 def pixels_of(inputs: Any) -> dict[str, np.ndarray]:

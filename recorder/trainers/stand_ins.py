@@ -120,10 +120,6 @@ def from_buffer(buffer: Any, dtype: DType, shape: Any, order: str) -> Array:
     return Array(as_shape(np.frombuffer(buffer, dtype.numpy()), shape, order))
 
 
-def numpy_scalar(dtype: DType, data: bytes = b"") -> Any:
-    return np.frombuffer(data, dtype.numpy())[0].item()
-
-
 def latin_bytes(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", "latin-1"):
         raise UnsafePickle(f"it encodes text as {encoding!r}")
@@ -173,10 +169,6 @@ def rebuild_consolidated(metadata: Mapping[str, Any], storage: np.ndarray) -> di
     return found
 
 
-def make_tensordict(_: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(state["_tensordict"])
-
-
 def rebuild_jagged(kwargs: Mapping[str, Any]) -> list[np.ndarray]:
     """torch's `_rebuild_njt`: rows of different lengths, one after another in `values`."""
     values, offsets = np.asarray(kwargs["values"]), np.asarray(kwargs["offsets"])
@@ -197,7 +189,7 @@ def make_instance(name: str) -> Any:
 def numpy_names(module: str) -> dict[str, Callable[..., Any]]:
     return {
         f"{module}.multiarray._reconstruct": lambda *_: Array(),
-        f"{module}.multiarray.scalar": numpy_scalar,
+        f"{module}.multiarray.scalar": lambda dtype, data=b"": np.frombuffer(data, dtype.numpy())[0].item(),
         f"{module}.numeric._frombuffer": from_buffer,
     }
 
@@ -235,7 +227,7 @@ ALLOWED: dict[str, Any] = {
     **{f"torch.{name}": dtype for name, dtype in STORAGES.items()},
     **{f"torch.{dtype}": dtype for dtype in TORCH_TYPES},
     "tensordict._reductions._rebuild_tensordict_files_consolidated": rebuild_consolidated,
-    "tensordict._reductions._make_td": make_tensordict,
+    "tensordict._reductions._make_td": lambda _, state: dict(state["_tensordict"]),
     "tensordict.utils._StringOnlyDict": dict,
     "verl.utils.tensordict_utils._rebuild_tensordict_files_consolidated_ragged_idx": rebuild_consolidated,
 }

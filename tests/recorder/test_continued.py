@@ -84,13 +84,23 @@ def test_an_interrupted_truncation_leaves_a_record(tmp_path, monkeypatch, num_re
     [
         ({"model": {"path": "m", "files": {"config.json": {"size_bytes": 1, "crc32c": "0"}}}}, "model files"),
         ({"num_ranks": 2}, "data-parallel ranks"),
+        ({"config": {"seed": 2, "actor": {"lr": 1e-6}}}, "seed=1, and this one has 2"),
+        ({"config": {"seed": 1, "actor": {"lr": 2e-6}}}, "actor.lr=1e-06, and this one has 2e-06"),
     ],
 )
 def test_the_record_of_another_run_is_left_alone(tmp_path, changes, words):
     write_scripted_record(tmp_path / "record", num_steps=3)
-    with pytest.raises(RecordExists, match=f"a run with other {words}"):
+    with pytest.raises(RecordExists, match=f"a run with .*{words}"):
         resume_record(tmp_path / "record", 1, replace(HEADER, **changes))
     assert open_record(tmp_path / "record").steps == (0, 1, 2)
+
+
+def test_options_that_act_on_no_step_or_are_new_do_not_matter(tmp_path):
+    write_scripted_record(tmp_path / "record", num_steps=3)
+    actor = {"lr": 1e-6, "path": "elsewhere", "of_a_newer_version": 1}
+    config = {"seed": 1, "actor": actor, "total_train_steps": 9}
+    resume_record(tmp_path / "record", 2, replace(HEADER, config=config))
+    assert open_record(tmp_path / "record").steps == (0, 1)
 
 
 def test_without_a_record_a_resumed_run_starts_one(tmp_path):

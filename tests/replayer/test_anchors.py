@@ -3,15 +3,19 @@
 import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from areal_core.config import GRPOConfig, OptimizerConfig, PPOActorConfig
 from areal_core.engine.checkpoint.files import Checkpoint, write_checkpoint_file
 from areal_core.errors import CheckpointError
 from recorder import open_record, verify
 from recorder.testing import write_scripted_record
 from replayer.anchors import REPLAYED, AnchorPolicy, AnchorTaker, adopt_checkpoint
+from replayer.errors import ReplayError
 from replayer.preconditions import check_anchor
+from replayer.run import total_steps
 
 
 def save(folder: Path, step: int) -> None:
@@ -82,3 +86,30 @@ def test_a_damaged_anchor_is_reported_before_any_rank_starts(tmp_path):
     with pytest.raises(CheckpointError, match=r"has format 9, this version reads formats up to 2"):
         check_anchor(open_record(tmp_path / "record"), 3)
     check_anchor(open_record(tmp_path / "record"), 1)  # starts from the model folder
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ({"warmup_steps_proportion": 0.0}, 6),
+        ({"lr_scheduler_type": "cosine"}, "6 steps and not 4"),
+        ({"warmup_steps_proportion": 0.5}, "6 steps and not 4"),
+    ],
+)
+def test_a_run_that_was_resumed_with_another_length_is_replayed_to_its_end_or_refused(optimizer, expected):
+    """Where the learning rate depends on the length, no schedule gives the steps of both parts."""
+
+    def step(number):
+        details = {"total_steps": 4 if number < 4 else 6}
+        return SimpleNamespace(plan=lambda rank: SimpleNamespace(details=details))
+
+    recording = SimpleNamespace(has_plans=True)
+    record = SimpleNamespace(path="r", steps=range(6), step=step, header=SimpleNamespace(recording=recording))
+    config = GRPOConfig(actor=PPOActorConfig(optimizer=OptimizerConfig(**optimizer)))
+    assert total_steps(record, config, 4, None) == 6
+    if isinstance(expected, int):
+        assert total_steps(record, config, 0, None) == expected
+    else:
+        with pytest.raises(ReplayError, match=expected):
+            total_steps(record, config, 0, 5)
+    assert total_steps(record, config, 0, 3) == 4
