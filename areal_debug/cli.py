@@ -32,7 +32,7 @@ ALIASES = {
 }
 GONE = {
     "chaos": "it tested the rollout client of this package, and is the test tests/rollout/chaos now",
-    "rollout-sim": "it measured the rollout client of this package, and is benchmarks/rollout_scale.py now",
+    "rollout-sim": "it measured the rollout client of this package: docs/recovery.md has its numbers",
 }
 VERBS = {name: help for section in SECTIONS.values() for name, help in section.items()}
 

@@ -1,7 +1,6 @@
 """How the cost of each verb grows with its input: CPU seconds, peak memory, exponent, bound.
 
     python -m benchmarks.growth [--sizes 0.01 0.1 1] [--only NAME ...] [--write]
-    python -m benchmarks.growth --soak 200            # verbs that read, on random records
 
 Each case has an input of a number of items (`CASES`), which `--sizes` multiplies. A measurement is
 one process and all children that it waited for: CPU seconds, because other work on the machine does
@@ -9,9 +8,6 @@ not change them much, and the largest resident memory of any of them. The expone
 between the two largest sizes of what a run costs beyond one with next to no input: 1 is linear. The
 bound is the cheapest honest work on the same bytes, in this process: reading and checking them.
 `--write` writes docs/measurements/growth.md.
-
-`--soak N` runs verbs that read N times each on random records of 10 kB to 500 MB, under limits of the
-shell (`ulimit -v`, `-t`) and both allocators of Arrow, and counts failures.
 """
 
 import json
@@ -34,11 +30,11 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
+from areal_core.testing import make_tiny_model
 from areal_debug.doctor.sources.events import masked_checksum
 from areal_debug.doctor.sources.wandb_run import BLOCK_BYTES, FIRST, FRAGMENT, FULL, LAST, MIDDLE
 from benchmarks.hang_scale import flight_recorder_dump, threads_of
 from benchmarks.harness import ROOT, cpu_seconds, read_options
-from recorder.confine import size_of
 from recorder.testing import write_scripted_record
 from recorder.trainers.recorder import Recorder
 
@@ -312,14 +308,6 @@ def of_input(*words: str, below: Sequence[str]) -> Command:
 
 
 SQL = "select step, avg(reward) from samples group by step"
-READING: list[tuple[object, ...]] = [
-    *(("record", name, "") for name in ("ls", "show", "verify")),
-    ("record", "archive", "", "--to", OUT),
-    ("record", "redact", "", "--to", OUT, "--without-text"),
-    ("doctor", ""),
-    ("why", "", "", "--all"),
-    ("open", "", "-o", OUT),
-]
 CASES = [
     Case("record ls", (STEPS, "steps"), write_steps, verb("record", "ls", "")),
     Case("record verify", (STEPS, "steps"), write_steps, verb("record", "verify", "")),
@@ -363,13 +351,19 @@ with Recorder(sys.argv[1], config={}) as recorder:
     copies = [{name: getattr(value, "copy", str)() for name, value in one.items()} for one in samples]
     print(time.thread_time() - begin)
 """
+TEST = """
+import pytest
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+@pytest.mark.replay("{record}")
+def test_it(replay_record, last):
+    assert replay_record(steps=(0, last)).identical
+"""
 
 
-def measured(command: Sequence[object], limits: str = "", folder: Path = ROOT, **environment: str) -> Cost:
+def measured(command: Sequence[object], folder: Path = ROOT, **environment: str) -> Cost:
     """Run Python with arguments. Raises RuntimeError with the output of a run that fails."""
     arguments = [sys.executable, *map(str, command)]
-    if limits:
-        arguments = ["bash", "-c", f'ulimit {limits}; exec "$@"', "bash", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", **environment}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(arguments, cwd=folder, stdout=output, stderr=output, env=environment)
@@ -450,16 +444,27 @@ def foreground(folder: Path, num_tokens: int) -> tuple[float, float]:
 
 def starts(folder: Path) -> Iterator[tuple[str, Cost]]:
     """Yield the cost of verbs that need torch on a record of three steps of a tiny model."""
-    from benchmarks.startup import prepare
-
     yield "import torch", measured(["-c", "import torch"])
     yield (
         "import torch and a model of Transformers",
         measured(["-c", "from transformers import LlamaForCausalLM"]),
     )
-    for name, command in prepare(folder).items():
-        if name in ("replay", "consistency", "crosscheck", "pytest, 3 tests"):
-            yield name, measured(command, folder=folder, PYTHONPATH=str(ROOT))
+    model, record = make_tiny_model(folder / "model"), folder / "record"
+    options = [
+        "--config",
+        ROOT / "tests/debug/tiny.yaml",
+        f"actor.path={model}",
+        f"cluster.fileroot={folder / 'runs'}",
+    ]
+    script = ROOT / "tests/debug/train_tiny.py"
+    measured(
+        (*VERB, "train", script, *options, "--dump-rollout", record), folder=folder, PYTHONPATH=str(ROOT)
+    )
+    (folder / "test_it.py").write_text(TEST.format(record=record))
+    commands = {name: (*VERB, name, record) for name in ("replay", "crosscheck", "consistency")}
+    commands["pytest, 3 tests"] = ("-m", "pytest", "-q", "-p", "areal_debug.pytest_plugin", "test_it.py")
+    for name, command in commands.items():
+        yield name, measured(command, folder=folder, PYTHONPATH=str(ROOT))
 
 
 def seconds(value: float) -> str:
@@ -490,33 +495,8 @@ between the two largest sizes of the cost beyond that of next to no input: 1 is 
 `tests/debug/test_growth.py` fails above {largest}. The bound is reading and checking the same bytes;
 the last column is the cost beyond the start by that of the bound.
 
-`--soak N` runs `query`, `export` and eight more verbs that read on random records of 10 kB to 500 MB
-under `ulimit -v` of 4 to 16 GiB and `-t` of 300 or 3,000 s, with both allocators of Arrow. Seen on 2026-11-28:
-200 runs of `query` and `export`, and 28 of all ten verbs (25 of at most 1 MB, 3 of at most 316 MB)
-beside other work on the same cores, no failure.
-
 Machine: {machine}.
 """
-
-
-def soak(num_runs: int, folder: Path) -> Iterator[str]:
-    """Run verbs that read on random records under limits; yield a line for each that refuses one."""
-    others = [verb(*words) for words in READING]
-    random_, source = random.Random(num_runs), folder / "record"
-    for number in range(num_runs):
-        tokens = random_.choice((20, 200, 2_000))
-        write_rows(source, max(1, round(10 ** random_.uniform(4, 8.7) / (tokens * 8 + 200))), tokens)
-        limits = f"-v {random_.choice((4, 8, 16)) << 20} -t {random_.choice((300, 3_000))}"
-        allocator = random_.choice(("system", "mimalloc"))
-        name, sql = random_.choice(("jsonl", "parquet")), random_.choice((SQL, "select count(*) from tokens"))
-        for command in (verb("query", "", sql), export(name, f"rows.{name}"), *others):
-            (out := folder / "out").mkdir()
-            try:
-                measured(command(source, out), limits, ARROW_DEFAULT_MEMORY_POOL=allocator)
-            except RuntimeError as error:
-                yield f"run {number}, {size_of(source):,} bytes, ulimit {limits}, {allocator}: {error}"
-            shutil.rmtree(out)
-        shutil.rmtree(source)
 
 
 def rest_of_page(folder: Path, num_tokens: int) -> Iterator[str]:
@@ -531,14 +511,10 @@ def rest_of_page(folder: Path, num_tokens: int) -> Iterator[str]:
 
 
 def main() -> None:
-    options = read_options(__doc__, sizes=[0.01, 0.1, 1.0], only=[""], write=False, soak=0)
+    options = read_options(__doc__, sizes=[0.01, 0.1, 1.0], only=[""], write=False)
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder, largest = Path(name), max(options.sizes)
-        if options.soak:
-            failures = list(soak(options.soak, folder))
-            print(*failures, f"{options.soak} runs of each: {len(failures)} failures", sep="\n")
-            return
         chosen = [case for case in CASES if case.name.startswith(tuple(options.only))]
         table = (line_of(measure(case, folder, options.sizes)) for case in chosen)
         for line in chain(

@@ -38,7 +38,7 @@ class Topic:
 
 
 TOPICS = [
-    Topic("recording", "Recording a step", "recording --steps 1000 --repeats 7 --rounds 2 --step-seconds 2"),
+    Topic("recording", "Recording a step", "recording --repeats 7"),
     Topic("replay", "A recorded and a replayed step", "step_cost --hidden 128 --rows 8 --rounds 3"),
     Topic("step", "A training step", "train_step --rounds 8"),
     Topic("ranks", "A training step on two ranks", "train_step --ranks 2 --rounds 8 --tokens 256"),

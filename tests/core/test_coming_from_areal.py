@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -10,18 +11,51 @@ import click
 from areal_core.config import DPOConfig, GRPOConfig, SFTConfig
 from areal_core.config.names import all_options
 from areal_debug.cli import main
-from benchmarks import upstream_names
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from_areal.md").read_text().partition("## AReaL's guides")[0]
+# What a column's header names -> commits that are searched.
+COMMITS = {
+    "0.1 to 0.3": ("v0.3.0",),
+    "0.3 to 0.5": ("v0.3.0-lite", "v0.3.1", "v0.3.4", "v0.4.0", "v0.5.1"),
+    "1.0 to 2.0": ("v1.0.2", "v1.0.4", "cbff54d64"),
+}
+ALL = [commit for commits in COMMITS.values() for commit in commits]
 KNOWN = {
     name: commits.split()
     for line in (Path(__file__).parent / "upstream_names.txt").read_text().splitlines()
     for name, _, commits in [line.partition(" ")]
 }
-UPSTREAM = list(upstream_names.upstream_cells(PAGE))
-HERE = [cell for header, cell in upstream_names.cells(PAGE) if header == "here"]
 OPTIONS = {option for cls in (GRPOConfig, SFTConfig, DPOConfig) for option in all_options(cls)}
+
+
+def cells(page: str) -> Iterator[tuple[str, str]]:
+    """Yield the header and the text of each cell of the page's tables."""
+    headers: list[str] = []
+    for line in page.splitlines():
+        if not line.startswith("|"):
+            headers = []
+            continue
+        row = [cell.strip() for cell in line.strip("|").split("|")]
+        if not headers:
+            headers = row
+        elif set(line) - set("|- "):
+            yield from zip(headers, row, strict=True)
+
+
+def names_in(cell: str) -> Iterator[str]:
+    """Yield the names in a cell's code: without arguments, values and the words of a command."""
+    for code in re.findall(r"`([^`]+)`", cell):
+        words = code.split()
+        for word in words:
+            name = re.split(r"[(=:]", word)[0]
+            is_name = re.fullmatch(r"[A-Za-z_]\w*([./-]\w+)*", name) is not None
+            if is_name and (len(words) == 1 or "/" in name or "." in name or "=" in word):
+                yield name
+
+
+UPSTREAM = [(header, cell) for header, cell in cells(PAGE) if header.startswith("AReaL")]
+HERE = [cell for header, cell in cells(PAGE) if header == "here"]
 
 
 @cache
@@ -64,9 +98,8 @@ def test_every_name_of_areal_exists_in_a_version_of_its_column():
     wrong = [
         (header, name)
         for header, cell in UPSTREAM
-        for name in upstream_names.names_in(cell)
-        if not set(KNOWN.get(name, ()))
-        & set(upstream_names.COMMITS.get(header.removeprefix("AReaL").strip(), upstream_names.ALL))
+        for name in names_in(cell)
+        if not set(KNOWN.get(name, ())) & set(COMMITS.get(header.removeprefix("AReaL").strip(), ALL))
     ]
     assert wrong == []
     assert len(UPSTREAM) > 150
@@ -75,7 +108,7 @@ def test_every_name_of_areal_exists_in_a_version_of_its_column():
 def test_what_is_named_here_exists():
     quoted = [text for cell in HERE for text in re.findall(r"`([^`]+)`", cell) if text != "PPOTrainer"]
     verbs = [text for text in quoted if text.startswith("areal-debug ")]
-    names = [name for text in quoted if text not in verbs for name in upstream_names.names_in(f"`{text}`")]
+    names = [name for text in quoted if text not in verbs for name in names_in(f"`{text}`")]
     assert [verb for verb in verbs if not has_verb(verb.split()[1:])] == []
     assert [name for name in names if not exists(name)] == []
     assert len(names) == len(quoted) - len(verbs) > 90

@@ -1,5 +1,6 @@
 """Whatever happens to the bytes of a record, `verify` finds it and names file and tensor."""
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from recorder import DamagedRecord, commit_anchor, open_record, verify
+from recorder.documents import checksummed_bytes, parse_checksummed
 from recorder.testing import write_scripted_record
 
 
@@ -47,6 +49,14 @@ def test_a_file_cut_off_at_any_byte_is_found_and_named(record_of_one_rank):
             file.write_bytes(original[:size])
             assert {problem.file for problem in verify(record).problems} == {name}, size
         file.write_bytes(original)
+
+
+def test_a_change_that_parses_to_the_same_number_is_found():
+    written = checksummed_bytes({"lr": 1e-06})
+    changed = written.replace(b"1e-06", b"1E-06")
+    assert json.loads(changed)["lr"] == json.loads(written)["lr"]
+    with pytest.raises(DamagedRecord, match="do not match"):
+        parse_checksummed(changed, "x")
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,6 @@ from recorder import DamagedRecord, open_record
 from recorder.testing import scripted_batch
 
 
-def test_every_rank_and_step_reads_what_was_written(record_of_two_ranks):
-    record = open_record(record_of_two_ranks)
-    assert (record.steps, record.uncommitted) == ((0, 1, 2), ())
-    for step in record.steps:
-        for rank in (0, 1):
-            batch = scripted_batch([3, 8, 6, 4], seed=100 * step + rank)
-            arrays = record.step(step).batch(rank)
-            assert arrays["logprobs"].tobytes() == batch["logprobs"][batch["attention_mask"]].tobytes()
-            assert arrays["prompt_id"].tolist() == batch["prompt_id"].tolist()
-            assert arrays["cu_seqlens"].tolist() == [0, 3, 11, 17, 21]
-
-
 def test_a_step_that_lost_its_commit_later_is_damage_and_not_unfinished(record_of_two_ranks):
     (record_of_two_ranks / "steps/000001/step.json").unlink()
     record = open_record(record_of_two_ranks)

@@ -1,6 +1,7 @@
 """Every stack format: the shortest text that shows its peculiarities, and its frames."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -105,66 +106,11 @@ BAR = Frame("barrier", C10D, 3703)
 STEP = Frame("step", "train.py", 60)
 SAVE = Frame("save", "train.py", 80)
 ENTRY = Frame("<module>", "train.py", 99)
-IN_STEP = f"    all_reduce ({C10D}:2806)\n    step (train.py:60)\n"
-IN_SAVE = f"    barrier ({C10D}:3703)\n    save (train.py:80)\n"
-
-
-def interleaved(first: str, second: str) -> str:
-    """Return the two stacks line by line, each line with the prefix of its process."""
-    pairs = zip(IN_STEP.splitlines(), IN_SAVE.splitlines(), strict=True)
-    return "".join(f"{first}{a}\n{second}{b}\n" for a, b in pairs)
-
-
 # Each paste shows rank 0 in the step and rank 1 in the save.
-PASTES = {
-    "comments": f"# Rank 0\n{IN_STEP}\n# Rank 1\n{IN_SAVE}",
-    "state and rank": f"idle: rank 0\n{IN_STEP}idle: rank 1\n{IN_SAVE}",
-    "rank and state": f"rank 0 (idle):\n{IN_STEP}rank 1 is idle\n{IN_SAVE}",
-    "remarks behind frames": f"rank 0\n    all_reduce ({C10D}:2806)   \u2190 here\n    step (train.py:60)  <-- ours\nrank 1\n{IN_SAVE}",
-    "quoted mail": "".join(f"> {line}\n" for line in f"rank 0:\n{IN_STEP}rank 1:\n{IN_SAVE}".splitlines()),
-    "cut paths": "rank 0:\n  all_reduce (distributed_c10d.py:2806)\n  step (train.py:60)\n"
-    "rank 1:\n  barrier (distributed_c10d.py:3703)\n  save (train.py:80)\n",
-    "file first": "rank 0:\n  distributed_c10d.py:2806 all_reduce\n  train.py:60 in step\n"
-    "rank 1:\n  distributed_c10d.py:3703: barrier()\n  train.py(80) save\n",
-    "name first": "rank 0:\n  all_reduce at distributed_c10d.py:2806\n  step() @ train.py:60\n"
-    "rank 1:\n  barrier in distributed_c10d.py, line 3703\n  save - train.py:80\n",
-    "bullets": "rank 0:\n- `all_reduce (distributed_c10d.py:2806)`\n- `step (train.py:60)`\n"
-    "rank 1:\n1. barrier (distributed_c10d.py:3703)\n2. save (train.py:80)\n",
-    "tree": "rank 0\n\u251c\u2500 all_reduce (distributed_c10d.py:2806)\n\u2514\u2500 step (train.py:60)\n"
-    "rank 1\n\u251c\u2500 barrier (distributed_c10d.py:3703)\n\u2514\u2500 save (train.py:80)\n",
-    "one line": "rank 0: all_reduce (distributed_c10d.py:2806) <- step (train.py:60)\n"
-    "rank 1: save (train.py:80) -> barrier (distributed_c10d.py:3703)\n",
-    "table": f"| rank 0 | all_reduce ({C10D}:2806) <- step (train.py:60) |\n"
-    f"| rank 1 | barrier ({C10D}:3703) <- save (train.py:80) |\n",
-    "short": f"R0:\n{IN_STEP}R1:\n{IN_SAVE}",
-    "local ranks": f"local_rank 0:\n{IN_STEP}local rank 1:\n{IN_SAVE}",
-    "rank in place of a thread": f'rank0 (idle): "MainThread"\n{IN_STEP}rank1 (idle): "MainThread"\n{IN_SAVE}',
-    "GPU": f"GPU 0:\n{IN_STEP}GPU 1:\n{IN_SAVE}",
-    "stage": f"Stage 0\n{IN_STEP}Stage 1\n{IN_SAVE}",
-    "slash of the world": f"rank 0/2:\n{IN_STEP}rank 1 of 2:\n{IN_SAVE}",
-    "list": f"ranks [0]:\n{IN_STEP}Rank #1\n{IN_SAVE}",
-    "thread headings": f'rank 0\nThread: "MainThread"\n{IN_STEP}rank 1\nThread (idle): "MainThread"\n{IN_SAVE}',
-    "torchrun": interleaved("[rank0]: ", "[rank1]: "),
-    "srun": interleaved("0: ", "1: "),
-    "mpirun": interleaved("[1,0]<stdout>:", "[1,1]<stdout>:"),
-    "docker compose": interleaved("trainer-0  | ", "trainer-1  | "),
-    "debug server": f"=== Rank 0: node-1:41000 ===\nThread 0x01 (most recent call first):\n  File \"{C10D}\", line 2806 in all_reduce\n"
-    f"  File \"train.py\", line 60 in step\n=== Rank 1: node-1:41001 ===\nThread 0x01 (most recent call first):\n"
-    f"  File \"{C10D}\", line 3703 in barrier\n  File \"train.py\", line 80 in save\n",
-    "gdb and py-bt": f"rank 0:\n(gdb) py-bt\nTraceback (most recent call first):\n"
-    f"  File \"{C10D}\", line 2806, in all_reduce\n    work.wait()\n"
-    f"  File \"train.py\", line 60, in step\nrank 1:\n#1 Frame 0x7f1, for file {C10D}, line 3703, in barrier ()\n"
-    "#2 Frame 0x7f2, for file train.py, line 80, in save ()\n",
-    "outermost first": f"rank 0:\n<module> (train.py:99)\nstep (train.py:60)\nall_reduce ({C10D}:2806)\nrank 1:\n{IN_SAVE}",
-    "interrupted": f"rank 0:\n{IN_STEP}rank 1:\n^CTraceback (most recent call last):\n  File \"train.py\", line 80, in save\n"
-    f"    dist.barrier()\n  File \"{C10D}\", line 3703, in barrier\n    work.wait()\nKeyboardInterrupt\n",
-    "format_stack": f"rank 0:\n# ThreadID: 1407 MainThread\nFile: \"train.py\", line 99, in <module>\n  step()\n"
-    f"File: \"train.py\", line 60, in step\nFile: \"{C10D}\", line 2806, in all_reduce\nrank 1:\n{IN_SAVE}",
-    "log lines between": f"step 12 loss 0.5 (avg 0.6)\nrank 0 (idle):\n{IN_STEP}"
-    f"2025-01-02 10:00:00 INFO train.py:12 epoch\nrank 1 (idle):\n{IN_SAVE}",
-    "watchdog": f"[Rank 0] Stack trace of the failed collective:\n#0 all_reduce from {C10D}:2806\n#1 step from train.py:60\n"
-    f"[Rank 1] Stack trace of the failed collective:\n#0 barrier from {C10D}:3703\n#1 save from train.py:80\n",
-}  # fmt: skip
+PASTES = dict(
+    block.split("\n", 1)
+    for block in Path(__file__).with_name("pastes.txt").read_text(encoding="utf-8").split("##### ")[1:]
+)
 
 
 @pytest.mark.parametrize("name", PASTES)
@@ -222,7 +168,7 @@ def test_records_in_a_log_without_stacks_are_a_diagnosis(tmp_path, log, culprits
 
 
 def test_a_peer_whose_log_ends_in_a_traceback_is_the_culprit(tmp_path):
-    (tmp_path / "rank_0.txt").write_text(IN_STEP)
+    (tmp_path / "rank_0.txt").write_text(f"    all_reduce ({C10D}:2806)\n    step (train.py:60)\n")
     (tmp_path / "rank_1.log").write_text(
         'Traceback (most recent call last):\n  File "w.py", line 3, in main\n    f()\nOSError: gone\n'
     )
