@@ -27,6 +27,16 @@ def test_another_option_moves_what_depends_on_it_and_nothing_is_written(tiny_run
     assert next(iter(moved)) == "ppo_actor/task_reward/avg"
 
 
+def test_another_learning_rate_acts_from_an_anchor_on(tiny_run):
+    report = replay_and_judge(
+        Request(tiny_run.path, 4, 5, settings=("actor.optimizer.lr=0.002",)), replay_and_compare
+    )
+    assert report.verdict.finding == "changed"
+    assert {curve.name: curve.moved for curve in curves_of(report)}["ppo_actor/update/lr"] == pytest.approx(
+        1.0
+    )
+
+
 def test_filtered_rows_are_those_for_which_the_expression_is_true(tiny_run):
     report = what_if(tiny_run, row_filter="reward > 0.5 and len(completion) < 12")
     for result in report.steps:
