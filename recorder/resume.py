@@ -6,7 +6,7 @@ steps  ... 37    | checkpoint before 40   38 and 39 were still queued when the r
                                           gaps.json lists them as lost
 """
 
-import json
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from areal_core.safety.durable import sync
 from recorder.difference import find_differences
+from recorder.documents import json_bytes, parse_json
 from recorder.errors import RecordExists
 from recorder.format import (
     ANCHOR_FILE,
@@ -28,7 +29,9 @@ from recorder.format import (
 from recorder.header import Gaps, write_gaps
 from recorder.reader import Record, open_record
 
-# Sections of our trainer's options that act on a recorded step, and members that do not.
+logger = logging.getLogger(__name__)
+
+# A record has one configuration. Sections of our trainer's options that act on a step, and members that do not:
 ACTING = ("actor", "critic", "ref", "teacher", "seed", "deterministic")
 NOT_ACTING = {"path", "scheduling_spec", "scheduling_strategy", "experiment_name", "trial_name", "nonfinite",
               "weight_update_mode", "enable_delta_weight_update", "parity_check"}  # fmt: skip
@@ -61,9 +64,7 @@ def resume_record(folder: Path, first_step: int, header: RecordHeader) -> tuple[
 
 
 def check_same_run(record: Record, header: RecordHeader) -> None:
-    """Raise RecordExists unless model files, ranks, scope, recorded steps and options of training match
-    the record: it has one configuration, with which every step is replayed.
-    """
+    """Raise RecordExists unless model files, ranks, scope, steps and options of training match."""
     facts: dict[str, Callable[[RecordHeader], object]] = {
         "model files": lambda h: h.model["files"],
         "data-parallel ranks": lambda h: h.num_ranks,
@@ -74,14 +75,14 @@ def check_same_run(record: Record, header: RecordHeader) -> None:
             raise RecordExists(
                 f"{record.path} is the record of a run with other {name}, which this run cannot resume: choose another folder"
             )
-    before = {name: record.header.config.get(name) for name in ACTING}
-    found = find_differences(before, within(before, json.loads(json.dumps(header.config))))
-    changed = [item for item in found if not NOT_ACTING & set(item.where.split("."))]
-    if header.trainer is None and changed:
-        raise RecordExists(
-            f"{record.path} is the record of a run with {changed[0].where}={changed[0].recorded}, and this one has "
-            f"{changed[0].current}: to resume with other options of training, choose another folder"
-        )
+    names = ACTING if header.trainer is None else record.header.config
+    before = {name: record.header.config.get(name) for name in names}
+    found = find_differences(before, within(before, parse_json(json_bytes(header.config), "config")))
+    for item in [item for item in found if not NOT_ACTING & set(item.where.split("."))][:1]:
+        text = f"{record.path} is the record of a run with {item.where}={item.recorded}, and this one has {item.current}"
+        if header.trainer is None:
+            raise RecordExists(f"{text}: to resume with other options of training, choose another folder")
+        logger.warning("%s: the record keeps its first configuration", text)
 
 
 def within(options: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from areal_debug import Recorder
 from recorder import RecordExists, RecordingOptions, RecordWriter, commit_anchor, open_record, verify
 from recorder.header import Gaps
 from recorder.resume import resume_record
@@ -101,6 +102,15 @@ def test_options_that_act_on_no_step_or_are_new_do_not_matter(tmp_path):
     config = {"seed": 1, "actor": actor, "total_train_steps": 9}
     resume_record(tmp_path / "record", 2, replace(HEADER, config=config))
     assert open_record(tmp_path / "record").steps == (0, 1)
+
+
+def test_the_configuration_of_another_trainer_is_kept_and_a_change_is_said(tmp_path, caplog):
+    for lr, step in ((0.1, 0), (0.2, 1)):
+        config = {"lr": lr, "clip": float("inf")}
+        with Recorder(tmp_path / "r", config=config, trainer="mine", resume=True) as recorder:
+            recorder.step(step, [{"prompt_tokens": [1], "completion_tokens": [2], "group": 0, "reward": 1.0}])
+    assert open_record(tmp_path / "r").header.config["lr"] == 0.1
+    assert "a run with lr=0.1, and this one has 0.2: the record keeps its first configuration" in caplog.text
 
 
 def test_without_a_record_a_resumed_run_starts_one(tmp_path):
