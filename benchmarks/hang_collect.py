@@ -53,45 +53,37 @@ def start_ranks(num_ranks: int, num_threads: int, depth: int, folder: Path) -> l
     return ranks
 
 
-def measure(num_ranks: int, num_threads: int, depth: int) -> dict[str, float]:
-    """Return the seconds of one collection, and of bare py-spy over the same processes."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        ranks = start_ranks(num_ranks, num_threads, depth, folder)
-        try:
-            started = time.perf_counter()
-            search = Search(tuple(rank.pid for rank in ranks))
-            manifest = collect_host(search, folder / "out", Options(interval_s=INTERVAL_S))
-            collected_s = time.perf_counter() - started - INTERVAL_S
-            tool, started = find_pyspy(), time.perf_counter()
-            for rank in ranks * 2:
-                dump(tool, rank.pid, timeout_s=10)
-            bare_s = time.perf_counter() - started
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        dumped = sum(process.status == "dumped" for process in manifest.processes)
-        size = sum(path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file())
-    return {
-        "ranks": num_ranks,
-        "dumped": dumped,
-        "collect_s": round(collected_s, 2),
-        "bare_pyspy_one_by_one_s": round(bare_s, 2),
-        "folder_mb": round(size / 1e6, 2),
-    }
+def measure(ranks: list[subprocess.Popen[bytes]], folder: Path) -> tuple[float, float, int]:
+    """Return the seconds of one collection, those of bare py-spy, and the number of stacks read."""
+    started = time.perf_counter()
+    search = Search(tuple(rank.pid for rank in ranks))
+    manifest = collect_host(search, folder / "out", Options(interval_s=INTERVAL_S))
+    collected_s = time.perf_counter() - started - INTERVAL_S
+    tool, started = find_pyspy(), time.perf_counter()
+    for rank in ranks * 2:
+        dump(tool, rank.pid, timeout_s=10)
+    bare_s = time.perf_counter() - started
+    return collected_s, bare_s, sum(process.status == "dumped" for process in manifest.processes)
 
 
 def main() -> None:
     options = read_options(__doc__, ranks=64, threads=8, depth=30)
-    measured = measure(options.ranks, options.threads, options.depth)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        ranks = start_ranks(options.ranks, options.threads, options.depth, folder)
+        try:
+            collected_s, bare_s, dumped = measure(ranks, folder)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        size = sum(path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file())
     print(
-        f"{measured['dumped']} of {measured['ranks']} ranks, two samples: {measured['collect_s']} s on {os.cpu_count()} cores "
-        f"(bare py-spy, one after the other: {measured['bare_pyspy_one_by_one_s']} s), {measured['folder_mb']} MB"
+        f"{dumped} of {options.ranks} ranks, two samples: {collected_s:.2f} s on {os.cpu_count()} cores "
+        f"(bare py-spy, one after the other: {bare_s:.2f} s), {size / 1e6:.2f} MB"
     )
-    what = f"stacks of {measured['ranks']} ranks, twice, with system facts"
-    theirs = measured["bare_pyspy_one_by_one_s"]
-    report(what, "py-spy alone, one after the other", "s", [measured["collect_s"]], [theirs])
+    what = f"stacks of {options.ranks} ranks, twice, with system facts"
+    report(what, "py-spy alone, one after the other", "s", [collected_s], [bare_s])
 
 
 if __name__ == "__main__":

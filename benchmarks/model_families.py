@@ -7,15 +7,22 @@ loss, and of the log-probs after export and reload; and the log-probs on two ran
 sequence parallel.
 
     python -m benchmarks.model_families [TYPE ...] [--json FILE] [--write measurements/models.md]
+    python -m benchmarks.model_families [TYPE ...] --trees
+
+With --trees, for every family whose rows are packed: the differences between one tree of rows that
+begin with the same tokens and packed rows, or why its rows do not share tokens: the table of
+docs/algorithms.md.
 """
 
 import copy
 import json
+import re
 import sys
 import tempfile
 import textwrap
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +40,9 @@ from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.parity import batch_of, columns_of, measure_parity, require_parity
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.engine.sharding import full_tensor, shard_model
+from areal_core.engine.trees.check import branching_rows, share_prefixes
 from areal_core.testing import likelihood_with_entropy
-from benchmarks.harness import read_options, torchrun
+from benchmarks.harness import ROOT, read_options, torchrun
 
 LARGEST = 14_000_000  # parameters of a tiny model: above, a size below has another name there
 LENGTHS = (11, 1, 6, 19)  # the longest last: dynamic RoPE in Transformers remembers longer rows
@@ -63,6 +71,16 @@ first step and logged once. `areal-debug check model MODEL` runs the same check 
 TINY = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 SIZES = {name: size for size, names in TINY["sizes"].items() for name in names.split()}
 OPTIONS, VARIANTS = TINY["options"], TINY["variants"]
+# Families whose rows are packed and do not share tokens.
+NOT_SHARED = (
+    "llama, dynamic RoPE",
+    "phi3, LongRoPE",
+    "codegen",
+    "gptj",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "phimoe",
+)
 NAMES = sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS])
 
 
@@ -233,6 +251,44 @@ def run_split(names: list[str], split: str) -> dict[str, Any]:
         return found
 
 
+def packed_families() -> list[str]:
+    """Return the families of docs/measurements/models.md whose rows are packed."""
+    return re.findall(
+        r"^\| ([^|]*) \| packed \|", (ROOT / "docs/measurements/models.md").read_text(), re.MULTILINE
+    )
+
+
+@dataclass(frozen=True)
+class OfTree:
+    """How far a tree is from packed rows, or the reason why the rows of a family do not share tokens."""
+
+    reason: str | None
+    logprobs: float = 0.0
+    gradients: float = 0.0
+
+
+def measure_tree(name: str, ranks: Ranks) -> OfTree:
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny(name, folder)
+        engine = engine_of(folder, ranks, torch.float32)
+    measure_parity(engine)
+    if reason := share_prefixes(engine, name):
+        return OfTree(reason)
+    tokens = branching_rows(rows())
+    tree = columns_of(engine, tokens), gradients_of(engine, tokens)
+    engine.shares_prefixes = False
+    columns, gradients = columns_of(engine, tokens), gradients_of(engine, tokens)
+    return OfTree(None, difference(tree[0], columns), gradient_difference(tree[1], gradients))
+
+
+def print_trees(names: list[str], ranks: Ranks) -> None:
+    print("| type | log-probs | gradients | not shared, because |\n|---|---|---|---|")
+    for name in names:
+        found = measure_tree(name, ranks)
+        numbers = "- | -" if found.reason else f"{found.logprobs:.1e} | {found.gradients:.1e}"
+        print(f"| {name} | {numbers} | {found.reason or ''} |", flush=True)
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, with its type."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -300,7 +356,7 @@ def page(measured: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    options = read_options(__doc__, {"names": list}, json="", write="", split="", shared="")
+    options = read_options(__doc__, {"names": list}, json="", write="", split="", shared="", trees=False)
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -309,6 +365,10 @@ def main() -> None:
         measure_split(options.names, options.split, options.shared)
         return
     ranks = join_ranks("cpu")
+    if options.trees:
+        print_trees(options.names or packed_families(), ranks)
+        leave_ranks()
+        return
     measured = []
     for name in options.names or NAMES:
         measured.append(measure(name, ranks))

@@ -27,13 +27,10 @@ from safetensors.torch import load_file, save_file
 
 from areal_core.config.allocation import parse_allocation
 from areal_core.data.batch import Batch, select_rows
-from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.model import load_model
-from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
-from areal_core.engine.sharding import shard_model
 from areal_core.testing import make_tiny_family, step_with_gradients
 from benchmarks.harness import SomeOf, read_options, torchrun
+from benchmarks.model_families import engine_of
 
 FAMILIES = ("gemma3_text", "llama", "qwen2", "qwen3", "qwen3_moe")
 ONE_RANK = "d1"
@@ -164,23 +161,8 @@ def take_steps(split: str, families: tuple[str, ...], folder: Path) -> None:
 
 
 def take_step(case: Case, ranks: Ranks, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    dtype = getattr(torch, case.dtype)
-    model = shard_model(load_model(str(folder / case.family)), ranks, dtype=dtype)
-    optimizer = build_optimizer(
-        model.parameters(), kind="sgd", lr=0.0, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8
-    )
-    schedule = build_schedule(
-        optimizer, kind="constant", total_steps=1, warmup_proportion=0.0, min_lr_ratio=0.0
-    )
-    engine = FSDPEngine(
-        model,
-        ranks,
-        dtype,
-        temperature=TEMPERATURE,
-        max_tokens_per_mb=case.limit,
-        optimizer=optimizer,
-        schedule=schedule,
-    )
+    engine = engine_of(str(folder / case.family), ranks, getattr(torch, case.dtype))
+    engine.temperature, engine.max_tokens_per_mb = TEMPERATURE, case.limit
     mine = list(range(ranks.data_parallel_rank, len(LENGTHS), ranks.data_parallel_size))
     result, gradients = step_with_gradients(engine, select_rows(all_rows(), mine))
     return result.loss, gradients

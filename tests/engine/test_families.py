@@ -3,8 +3,6 @@
 Transformers computes one sequence at a time.
 """
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,16 +65,10 @@ def test_logprobs_loss_and_gradients_are_those_of_transformers(ranks, model):
 
 @pytest.mark.long
 def test_every_split_over_ranks_agrees_with_one_rank(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "rank_splits.py", "--json", "--write", tmp_path / "table.md"],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    """The benchmark ends with 1 when a difference is no rounding, or a repeat has other bits."""
+    table = tmp_path / "table.md"
+    command = [sys.executable, "-m", "benchmarks.rank_splits", "--write", table]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    differences = json.loads(done.stdout)
-    assert len(differences) == 8 * 2 * 5 * 2  # splits, limits, families, dtypes
-    assert all(difference["is_rounding"] for difference in differences)
-    headings = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("## ")]
-    assert headings == ["## float32", "## bfloat16"]
+    rows = [line for line in table.read_text().splitlines() if line.endswith("| yes |")]
+    assert len(rows) == 2 * 8 * 2  # dtypes, splits, limits of a micro-batch

@@ -12,7 +12,7 @@ from areal_core.engine.attention import KeyBlocks, Packing, attend_each
 from areal_core.engine.trees.token_tree import build_tree, count_distinct
 from areal_core.testing import TINY_FAMILIES, make_tiny_family, step_with_gradients
 from areal_core.trainer.build import build_engine
-from benchmarks import tree_families as families
+from benchmarks import model_families as families
 from tests.engine import tree_program as program
 
 QUICK = ("qwen3_moe", "gemma2")
@@ -177,7 +177,7 @@ def test_an_attention_that_ignores_the_tree_is_found_by_measurement(ranks, tmp_p
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPOPTDecoderLayer:UserWarning")
 @pytest.mark.parametrize("name", families.packed_families())
 def test_a_family_has_the_logprobs_and_gradients_of_packed_rows(ranks, name):
-    found = families.measure(name, ranks)
+    found = families.measure_tree(name, ranks)
     assert (found.reason is None) == (name not in families.NOT_SHARED), found
     assert found.logprobs < 2e-5  # nats
     assert found.gradients < 1e-4

@@ -374,6 +374,3 @@ def test_what_another_trainer_does_not_know_is_ignored(tmp_path):
 def test_a_sample_that_another_trainer_lacks_is_one_row(tmp_path):
     name, pattern = foreign_pattern(tmp_path, lambda number, sample: sample, (0, 1, 2, 4, 5))
     assert (name, pattern) == ("rows", Pattern("one row", "A has 1 row that B lacks, and all of its", 1))
-
-
-# In replays of a real run

@@ -128,83 +128,57 @@ def test_a_hang_that_no_sample_contradicts_is_certain(tmp_path):
     ]
 
 
-def test_ranks_that_all_moved_hang_nowhere(tmp_path):
-    diagnosis = judged(
-        tmp_path, {"rank_0": Process([REDUCE, COMPUTE]), "rank_1": Process([COMPUTE, LOADING])}
-    )
-    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks, diagnosis.victim_ranks) == (
-        "straggler_or_not_hung",
-        "high",
-        (),
-        (),
-    )
+SLOW = still(COMPUTE, facts=ran(0, cpu_s=2.9, state="R"), active=True)
+STOPPED = still(COMPUTE, facts=[ASLEEP | {"state": "T"}] * 2, status="stopped")
+TWO_WRITES = [WRITING, WRITING]
+# Ranks, seconds between the samples, label, confidence, culprits, victims.
+JUDGED = {
+    "ranks that all moved": (
+        [Process([REDUCE, COMPUTE]), Process([COMPUTE, LOADING])], 3, "straggler_or_not_hung", "high", (), ()
+    ),
+    "one computes": ([still(REDUCE), SLOW, still(REDUCE)], 3, "straggler_or_not_hung", "medium", (1,), (0, 2)),
+    "slow writing of a checkpoint": (
+        [still(SAVING, facts=ran(200), gil=True), still(BARRIER)], 3, "straggler_or_not_hung", "medium", (0,), (1,)
+    ),
+    **{
+        f"one switch beside {name}": (
+            [still(SAVING, facts=[before, after | {"voluntary_switches": 51}]), still(BARRIER)],
+            3, "straggler_or_not_hung", "medium", (0,), (1,),
+        )
+        for name, before, after in (
+            ("two writes", WRITING, WRITING), ("a write that ended", WRITING, ASLEEP), ("one that began", ASLEEP, WRITING)
+        )
+    },
+    **{
+        f"one write for {seconds} s": (
+            [still(SAVING, facts=TWO_WRITES), still(BARRIER)], seconds, "checkpoint_stall", confidence, (0,), (1,)
+        )
+        for seconds, confidence in ((1, "low"), (3, "medium"), (30, "high"))
+    },
+    **{
+        f"a wait that a healthy step knows, for {seconds} s": (
+            [still(LOADING), still(REDUCE), still(REDUCE)], seconds, "dataloader_stall", confidence, (0,), (1, 2)
+        )
+        for seconds, confidence in ((3, "medium"), (30, "high"))
+    },
+    "a sleeping owner of the GIL": (
+        [still(REDUCE), still(PLAIN, gil=True)], 3, "lock_deadlock", "high", (1,), (0,)
+    ),
+    "a stopped rank": ([still(REDUCE), STOPPED], 3, "missing_rank", "high", (1,), (0,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_what_two_samples_show(tmp_path, name):
+    ranks, seconds, *expected = JUDGED[name]
+    found = judged(tmp_path, {f"rank_{rank}": one for rank, one in enumerate(ranks)}, seconds=seconds)
+    assert [found.label, found.confidence, found.culprit_ranks, found.victim_ranks] == expected
 
 
 def test_ranks_at_the_same_line_that_the_kernel_woke_are_stepping(tmp_path):
     woken = {f"rank_{rank}": still(REDUCE, facts=ran(21)) for rank in range(3)}
     diagnosis = judged(tmp_path, woken | {"rank_3": still(DESTROY)})
     assert diagnosis.label == "straggler_or_not_hung" or diagnosis.confidence == "low"
-
-
-def test_one_rank_that_computes_is_slow_and_its_peers_are_victims(tmp_path):
-    slow = still(COMPUTE, facts=ran(0, cpu_s=2.9, state="R"), active=True)
-    diagnosis = judged(tmp_path, {"rank_0": still(REDUCE), "rank_1": slow, "rank_2": still(REDUCE)})
-    assert (diagnosis.label, diagnosis.culprit_ranks, diagnosis.victim_ranks) == (
-        "straggler_or_not_hung",
-        (1,),
-        (0, 2),
-    )
-
-
-def test_slow_writing_of_a_checkpoint_is_not_called_a_stall(tmp_path):
-    diagnosis = judged(
-        tmp_path, {"rank_0": still(SAVING, facts=ran(200), gil=True), "rank_1": still(BARRIER)}
-    )
-    assert (diagnosis.label, diagnosis.confidence) == ("straggler_or_not_hung", "medium")
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(WRITING, WRITING), (WRITING, ASLEEP), (ASLEEP, WRITING)],
-    ids=["two writes", "a write that ended", "a write that began"],
-)
-def test_one_switch_beside_a_write_to_a_busy_disk_is_progress(tmp_path, before, after):
-    facts = [before, after | {"voluntary_switches": 51}]
-    diagnosis = judged(tmp_path, {"rank_0": still(SAVING, facts=facts), "rank_1": still(BARRIER)})
-    assert (diagnosis.label, diagnosis.confidence) == ("straggler_or_not_hung", "medium")
-
-
-@pytest.mark.parametrize(("seconds", "confidence"), [(1.0, "low"), (3.0, "medium"), (30.0, "high")])
-def test_a_single_write_to_a_disk_needs_time_to_be_a_stall(tmp_path, seconds, confidence):
-    processes = {"rank_0": still(SAVING, facts=[WRITING] * 2), "rank_1": still(BARRIER)}
-    diagnosis = judged(tmp_path, processes, seconds=seconds)
-    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == (
-        "checkpoint_stall",
-        confidence,
-        (0,),
-    )
-
-
-@pytest.mark.parametrize(("seconds", "confidence"), [(3.0, "medium"), (30.0, "high")])
-def test_a_wait_that_a_healthy_step_knows_needs_more_time_to_be_certain(tmp_path, seconds, confidence):
-    processes = {"rank_0": still(LOADING), "rank_1": still(REDUCE), "rank_2": still(REDUCE)}
-    diagnosis = judged(tmp_path, processes, seconds=seconds)
-    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == (
-        "dataloader_stall",
-        confidence,
-        (0,),
-    )
-
-
-def test_a_sleeping_owner_of_the_gil_is_a_lock_deadlock(tmp_path):
-    diagnosis = judged(tmp_path, {"rank_0": still(REDUCE), "rank_1": still(PLAIN, gil=True)})
-    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("lock_deadlock", "high", (1,))
-
-
-def test_a_stopped_rank_is_missing(tmp_path):
-    stopped = still(COMPUTE, facts=[ASLEEP | {"state": "T"}] * 2, status="stopped")
-    diagnosis = judged(tmp_path, {"rank_0": still(REDUCE), "rank_1": stopped})
-    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("missing_rank", "high", (1,))
 
 
 def test_a_rank_that_is_gone_is_missing_and_its_last_words_are_shown(tmp_path):
