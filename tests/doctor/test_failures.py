@@ -531,16 +531,6 @@ def test_a_collapse_comes_before_the_reward_that_rose_and_fell_after_it(tmp_path
     assert [alarm.id for alarm in alarms][:2] == ["D15", "D05"]
 
 
-def test_a_reward_that_falls_as_the_kl_grows_is_told_after_it(tmp_path):
-    run = without(healthy(), "eval_reward") | {
-        "reference_kl": noisy(ramp(0.01, 0.4, 0.1), 0.01),
-        "reward": noisy(ramp(0.5, -0.2, 0.3), 0.03),
-    }
-    ids = [alarm.id for alarm in judged(tmp_path, run).alarms]
-    assert ids[0] in ("D16", "D29")
-    assert {"D01", "D04"} & set(ids)
-
-
 @pytest.mark.parametrize(("steps", "named"), [(2, []), (5, [90])])
 def test_an_engine_that_disagrees_for_a_few_steps_in_a_row_is_named(tmp_path, steps, named):
     run = healthy()
