@@ -53,7 +53,7 @@ RULES: tuple[Callable[[Run], Alarm | None], ...] = (
 )
 
 ONSET_SHARE = 0.1  # of the run: how exact onsets are
-NEVER_ROSE = findings()["D01"]["titles"]["flat"]
+FLAT = {findings()[id]["titles"]["flat"] for id in ("D01", "D06")}  # titles without an onset
 EXIT_CODES = {"problem": 1, "healthy": 0, "unknown": 2}  # of a verdict
 
 
@@ -92,12 +92,12 @@ def causes_first(alarms: Sequence[Alarm], num_steps: int) -> Iterator[Alarm]:
     """Yield alarms: causes before what follows from them, errors before warnings, early ones first.
 
     A cause must not begin later than its effect; onsets are exact to a tenth of the run. A reward
-    that never rose has no onset: what broke later explains it too.
+    that never rose, or a loss that never fell, has no onset: what broke later explains it too.
     """
     left = sorted(alarms, key=lambda alarm: (alarm.severity != "error", alarm.onset or 0))
 
     def follows(effect: Alarm) -> bool:
-        latest = (effect.onset or 0) + (ONSET_SHARE if effect.title != NEVER_ROSE else 1) * num_steps
+        latest = (effect.onset or 0) + (ONSET_SHARE if effect.title not in FLAT else 1) * num_steps
         causes = (cause for cause in left if effect.id in findings()[cause.id].get("leads_to", ()))
         return any((cause.onset or 0) <= latest for cause in causes)
 

@@ -90,6 +90,7 @@ def test_few_checks_are_no_health(tmp_path):
         ({"reward": scattered(np.where(X > 0.9, 0.1, 0.2 + 0.5 * X))}, ["D04"]),
         ({"reward": scattered(0.45 + 0.07 * np.minimum(1, 5 * X))}, ["D05"]),  # little, of all there is
         ({"reward": scattered(0.45 + 0.12 * X)}, []),
+        ({"reward": 0.3 + 0 * X}, ["D16", "D01"]),  # no gain that has levelled off
     ],
 )
 def test_a_rule_needs_what_contradicts_a_sound_run(changed, expected):

@@ -161,7 +161,7 @@ def test_a_loss_that_jumps_inside_an_epoch_may_be_a_resume(tmp_path):
     for level, epoch, steps in ((up, 100, [120]), (up, 60, []), (dip, 400, [80]), (stairs, 400, [])):
         run = {"loss": level + around(ramp(0.4, 0.0, 0.0) ** 4, 0.004), "epoch": T / epoch}
         alarms = examined(tmp_path, run, {"loss": "loss", "epoch": "epoch"})[1]["alarms"]
-        assert [one["onset"] for one in alarms if "resumed" in one["advice"][0]] == steps
+        assert [one["onset"] for one in alarms[:1] if "resumed" in one["advice"][0]] == steps
 
 
 def test_a_loss_that_does_not_fall_with_a_gradient_of_nothing_points_to_half_precision(tmp_path):

@@ -45,7 +45,7 @@ def reward_levels_off(run: Run) -> Alarm | None:
     low, ceiling, reached = fit_curve(series)
     gain, idle = ceiling - low, int(series.steps[-1] - reached)
     late, error = series.since(reached).trend, series.deviation * (2 / series.window) ** 0.5  # of two windows
-    if gain < 4 * error or late is None or idle < FLAT_SHARE * (series.steps[-1] - series.steps[0]):
+    if gain <= 4 * error or late is None or idle < FLAT_SHARE * (series.steps[-1] - series.steps[0]):
         return None
     left = LEFT * (1 - ceiling) if is_share(series) and not rises(run, "eval_reward") else 0.0
     if abs(late.change) > 0.1 * max(gain, left) or late.high > 0.25 * max(gain, left):
