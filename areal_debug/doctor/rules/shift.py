@@ -68,10 +68,10 @@ def changed(series: Series, step: int, found: str, variant: str = "") -> Alarm:
 def shifts(series: Series) -> Floats:
     """Return the change of level at each step from the sixth on, in standard errors [n - 9]."""
     medians = running_medians(series.values, BESIDE)
-    # 1.2533: standard error of a median over that of a mean
-    error = max(1.2533 * series.noise * float(np.sqrt(2 / BESIDE)), 1e-12)
-    found: Floats = (medians[BESIDE:] - medians[:-BESIDE]) / error
-    return found
+    found: Floats = medians[BESIDE:] - medians[:-BESIDE]
+    # 1.2533: of a median over that of a mean; 0.6745: of the changes themselves, if steps are correlated
+    drawn = 1.2533 * series.noise * float(np.sqrt(2 / BESIDE)), float(np.median(np.abs(found))) / 0.6745
+    return found / max(*drawn, 1e-12)
 
 
 def jumps_of(series: Series, least: float) -> dict[int, tuple[float, float]]:
