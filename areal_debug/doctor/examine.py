@@ -53,6 +53,7 @@ RULES: tuple[Callable[[Run], Alarm | None], ...] = (
 )
 
 ONSET_SHARE = 0.1  # of the run: how exact onsets are
+FLAT = {findings()[id]["titles"]["flat"] for id in ("D01", "D06")}  # titles without an onset
 EXIT_CODES = {"problem": 1, "healthy": 0, "unknown": 2}  # of a verdict
 
 
@@ -84,22 +85,21 @@ def examine(run: Run) -> Examination:
     absent = tuple(name for name in QUANTITIES if name not in run.series)
     alarms = [in_words_of(OWN if run.config else run.family, alarm, run.record) for alarm in alarms]
     checks = checks_of(run, rows, list(dict.fromkeys(alarm.id for alarm in alarms)))
-    return Examination(tuple(causes_first(alarms, run.num_steps)), checks, absent)
+    return Examination(tuple(causes_first(alarms, run.span[1] - run.span[0])), checks, absent)
 
 
 def causes_first(alarms: Sequence[Alarm], num_steps: int) -> Iterator[Alarm]:
     """Yield alarms: causes before what follows from them, errors before warnings, early ones first.
 
-    A cause must not begin later than its effect; onsets are exact to a tenth of the run.
+    A cause must not begin later than its effect; onsets are exact to a tenth of the run. A reward
+    that never rose, or a loss that never fell, has no onset: what broke later explains it too.
     """
     left = sorted(alarms, key=lambda alarm: (alarm.severity != "error", alarm.onset or 0))
 
     def follows(effect: Alarm) -> bool:
-        return any(
-            effect.id in findings()[cause.id].get("leads_to", ())
-            and (cause.onset or 0) <= (effect.onset or 0) + ONSET_SHARE * num_steps
-            for cause in left
-        )
+        latest = (effect.onset or 0) + (ONSET_SHARE if effect.title not in FLAT else 1) * num_steps
+        causes = (cause for cause in left if effect.id in findings()[cause.id].get("leads_to", ()))
+        return any((cause.onset or 0) <= latest for cause in causes)
 
     while left:
         chosen = next((alarm for alarm in left if not follows(alarm)), left[0])
@@ -111,8 +111,7 @@ def cost_since(run: Run, step: int | None) -> str:
     """Return how many steps were trained since a step, and their hours if times were logged."""
     if step is None:
         return ""
-    first = min(int(series.steps[0]) for series in run.by_name.values())
-    last = max(int(series.steps[-1]) for series in run.by_name.values())
+    first, last = run.span
     times = run.series.get("step_time")
     took = times.finite.since(step) if times is not None else None
     hours = ""

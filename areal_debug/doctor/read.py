@@ -59,6 +59,12 @@ class Run:
         return max((len(series.steps) for series in self.by_name.values()), default=0)
 
     @property
+    def span(self) -> tuple[int, int]:
+        """The first and the last step that any metric has."""
+        ends = [int(series.steps[at]) for series in self.by_name.values() for at in (0, -1)]
+        return min(ends), max(ends)
+
+    @property
     def kind(self) -> str:
         """By what is logged: "learning" (by reward), "supervised" or "preferences" (pairs)."""
         if any(name in self.series for name in OF_PREFERENCES):

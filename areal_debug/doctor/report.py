@@ -114,11 +114,14 @@ def unknown_names_of(run: Run) -> str:
 def finding_of(run: Run, alarm: Alarm, record_page: RecordPage | None) -> Finding:
     """Return an alarm with its curve, its evidence and what to do."""
     evidence = [f"step {step}: {format_number(value)}" for step, value in alarm.evidence]
-    first = alarm.evidence[0][0] if alarm.evidence else None
+    address = ""  # of the first step, at the row or token where the metric is most extreme
+    if record_page is not None and alarm.evidence:
+        step = alarm.evidence[0][0]
+        address = record_page.address(step, *place_in(record_page.record, step, alarm.metric))
     look, shows_since = look_at(run, alarm), alarm.onset is not None and run.num_steps > 1
     rows = [
         Row("found", alarm.found),
-        Row("evidence", ", ".join(evidence), address=address_of(record_page, first, alarm.metric)),
+        Row("evidence", ", ".join(evidence), address=address),
         *([Row("since", f"step {alarm.onset} ({alarm.cost})".removesuffix(" ()"))] if shows_since else []),
         *([Row("look", look, is_code=True)] if look else []),
         *(
@@ -136,13 +139,6 @@ def finding_of(run: Run, alarm: Alarm, record_page: RecordPage | None) -> Findin
     kept, marked = run.by_name[alarm.metric].finite, frozenset(step for step, _ in alarm.evidence)
     curve = Curve(kept.name, kept.values.tolist(), kept.steps.tolist(), marked)
     return Finding(alarm.id, alarm.title, LEVELS[alarm.severity], rows, curve=curve)
-
-
-def address_of(record_page: RecordPage | None, step: int | None, metric: str) -> str:
-    """Return the address of a step, at the row or token where a metric is most extreme."""
-    if record_page is None or step is None:
-        return ""
-    return record_page.address(step, *place_in(record_page.record, step, metric))
 
 
 def alarm_lines(alarm: Mapping[str, Any]) -> list[Text]:

@@ -48,6 +48,20 @@ class Series:
         """Number of steps in one window."""
         return min(max(5, len(self.values) // WINDOWS), max(1, len(self.values)))
 
+    @cached_property
+    def end_window(self) -> int:
+        """Number of steps in each of the last two windows: few where the level changed just before.
+
+        It did if each of the last `FEWEST_STEPS` is beyond the level before by four times the noise
+        and the spread around that level.
+        """
+        late, before = self.values[-FEWEST_STEPS:], self.values[:-FEWEST_STEPS][-2 * self.window :]
+        if len(before) < FEWEST_STEPS:
+            return self.window
+        off = np.abs(before - np.median(before))
+        beyond = (late - np.median(before)) / max(4 * self.noise, 4 * float(np.median(off)) / 0.6745, 1e-12)
+        return FEWEST_STEPS // 2 if beyond.min() > 1 or beyond.max() < -1 else self.window
+
     @property
     def first(self) -> float:
         """Median of the first window; NaN without values."""
@@ -56,16 +70,13 @@ class Series:
     @property
     def last(self) -> float:
         """Median of the last window; NaN without values."""
-        return float(np.median(self.values[-self.window :])) if len(self.values) else math.nan
-
-    def before_last(self) -> float:
-        """Return the median of the window before the last one, or of the last if there is none."""
-        earlier = self.values[-2 * self.window : -self.window]
-        return float(np.median(earlier)) if len(earlier) else self.last
+        return float(np.median(self.values[-self.end_window :])) if len(self.values) else math.nan
 
     def sustained(self, is_bad: Callable[[float], bool]) -> bool:
         """Return whether the medians of both last windows are bad; False for short series."""
-        return not self.is_short and is_bad(self.last) and is_bad(self.before_last())
+        width = self.end_window
+        earlier = self.values[-2 * width : -width]
+        return not self.is_short and is_bad(self.last) and is_bad(float(np.median(earlier)))
 
     @property
     def is_short(self) -> bool:
@@ -131,7 +142,7 @@ class Series:
         """The last level in words."""
         if len(self.values) == 1:
             return f"{self.last:.4g} in the only step"
-        return f"median {self.last:.4g} in the last {self.window} steps"
+        return f"median {self.last:.4g} in the last {self.end_window} steps"
 
     @property
     def change(self) -> str:

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from areal_debug.doctor.names import words_of
-from areal_debug.doctor.read import Run, read_run
+from areal_debug.doctor.read import Run, flat, read_run
 from areal_debug.doctor.rows import is_record
-from areal_debug.doctor.rules.terms import options
 from areal_debug.doctor.samples.ends import surprises
 from areal_debug.doctor.samples.read import Rows, read_rows
 from areal_debug.doctor.series import Floats, Series
@@ -137,7 +136,7 @@ def read_segment(path: Path, near: int | None = None) -> Segment:
     found = [file for name in OPTIMIZERS for file in path.rglob(name)] if path.is_dir() else []
     files = sorted(found, key=lambda file: (number_of(file) or 0, file))
     rows = None if run.record is None else read_rows(run.record, run.damage)
-    config = run.config if run.record is None else dict(options(run.record.header.config))
+    config = run.config if run.record is None else dict(flat(run.record.header.config))
     return Segment(path, run, rows, config, tuple(files))
 
 

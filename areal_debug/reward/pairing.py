@@ -81,15 +81,11 @@ def surprises(recorded: Floats, again: Floats) -> Floats:
 
 def nats_of(recorded: Floats, again: Floats, order: Ints) -> float:
     """Return how much better than chance a pairing explains the recorded rewards."""
-    offsets = (order - np.arange(len(order)))[order != UNPAIRED]
-    changes = int((np.diff(offsets) != 0).sum()) if is_shift(order) else 0
+    paired = order != UNPAIRED
+    offsets, is_shift = (order - np.arange(len(order)))[paired], (np.diff(order[paired]) > 0).all()
+    changes = int((np.diff(offsets) != 0).sum()) if is_shift else 0
     gain = np.where(same(recorded, again, order), surprises(recorded, again), -MISS)
     return float(np.where(order == UNPAIRED, 0.0, gain).sum()) - changes * float(np.log(len(again)))
-
-
-def is_shift(order: Ints) -> bool:
-    paired = order[order != UNPAIRED]
-    return bool((np.diff(paired) > 0).all())
 
 
 def at_another_place(recorded: Floats, again: Floats) -> tuple[Ints, str]:

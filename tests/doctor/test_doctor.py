@@ -57,12 +57,6 @@ def test_trouble_is_named_with_steps_advice_source_and_experiment(tmp_path, name
     assert all(alarm[part] for part in ("found", "advice", "experiment", "source", "metric"))
 
 
-def test_noise_that_is_larger_than_the_gain_is_no_fall_from_a_peak(tmp_path):
-    noisy = healthy() | {"reward": 0.5 + 0.3 * np.random.default_rng(3).normal(size=STEPS)}
-    _, found = diagnosed(write_stats(tmp_path, noisy))
-    assert "D04" not in [alarm["id"] for alarm in found["alarms"]]
-
-
 def test_of_a_handful_of_steps_only_what_holds_in_each_is_judged(tmp_path):
     few = {name: one[:7] for name, one in healthy().items()} | {"no_eos": np.array([0.9] * 6 + [0.1])}
     assert diagnosed(write_stats(tmp_path, few))[0] == 2
@@ -96,6 +90,7 @@ LEVELS = "step:4 - critic/rewards/mean:0.5 - critic/rewards/max:1.0 - critic/rew
         (4, [1.06, 1.16, 0.0, 0.0], "D18"),  # what Transformers prints for a loss that is not finite
         (3, [0.0, 0.0, 0.0], "D18"),
         (3, [0.3, 0.003, 0.0], None),  # it is memorised
+        (3, ["0.693100", "0.000000", "0.000000"], "D18"),  # of a notebook's table
         (3, [1.06, 0.0, 1.1], None),
         (3, "{'loss': 0.0, 'completion_length': 30.0}", None),  # of GRPO, whose loss is 0
         (3, "{'loss': 0.69, 'rewards/chosen': 0.1, 'logits/chosen': nan}", "D18"),

@@ -33,8 +33,8 @@ SOUND = {
 }
 
 
-def examined(columns, family="TRL"):
-    series = {name: Series(name, np.arange(len(values)), values) for name, values in columns.items()}
+def examined(columns, family="TRL", every=1):
+    series = {name: Series(name, every * np.arange(len(values)), values) for name, values in columns.items()}
     run = Run("run", "run", family, judged(series), series, {})
     return run, examine(run)
 
@@ -85,6 +85,12 @@ def test_few_checks_are_no_health(tmp_path):
         ({"len/mean": SOUND["completions/mean_length"], "len/max": np.full(STEPS, 200.0)}, ["D45"]),
         ({"len/mean": SOUND["completions/mean_length"], "len/max": np.full(STEPS, 400.0)}, []),
         ({"sampling/sampling_logp_difference/mean": scattered(0.08, 0.005)}, ["D24"]),
+        ({"completions/clipped_ratio": scattered(np.where(X > 0.9, 0.6, 0.01), 0.005)}, ["D20"]),
+        ({"completions/clipped_ratio": scattered(np.where(X > 0.94, 0.6, 0.01), 0.005)}, []),  # six steps
+        ({"reward": scattered(np.where(X > 0.9, 0.1, 0.2 + 0.5 * X))}, ["D04"]),
+        ({"reward": scattered(0.45 + 0.07 * np.minimum(1, 5 * X))}, ["D05"]),  # little, of all there is
+        ({"reward": scattered(0.45 + 0.12 * X)}, []),
+        ({"reward": 0.3 + 0 * X}, ["D16", "D01"]),  # no gain that has levelled off
     ],
 )
 def test_a_rule_needs_what_contradicts_a_sound_run(changed, expected):
@@ -150,6 +156,14 @@ def test_the_cause_comes_before_what_follows_from_it():
     assert {"D20", "D04"} <= set(found)
     _, gravest = examined(SOUND | collapse)
     assert [alarm.id for alarm in causes_first(reversed(gravest.alarms), STEPS)] == found
+
+
+def test_a_cause_comes_before_a_flat_reward_and_may_begin_a_tenth_of_the_run_later():
+    kl = 0.02 * np.exp(60 * np.maximum(0, X - 0.85)) + scattered(0, 1e-3)
+    for reward, every in ((0.3 + 0 * X, 1), (0.2 + 0.5 * X - np.where(X > 0.84, 0.4, 0), 50)):
+        _, found = examined(SOUND | {"reward": scattered(reward), "kl": kl}, every=every)
+        first = next(alarm.id for alarm in found.alarms if alarm.id in ("D01", "D04", "D29"))
+        assert (first, len(found.alarms) > 1) == ("D29", True)
 
 
 def test_a_supervised_run_is_not_told_about_groups():

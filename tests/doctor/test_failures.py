@@ -33,6 +33,7 @@ AFTER = np.arange(STEPS) >= BEGIN
 SINCE = np.maximum(0, np.arange(STEPS) - BEGIN) / (STEPS - BEGIN)  # 0 to 1 after the beginning
 X = np.linspace(0, 1, STEPS)
 SINGLE = np.arange(STEPS) % 40 == 31
+CORRELATED = [np.convolve(around(0, 0.08, seed), np.ones(9) / 3, "same") for seed in (1, 5)]
 FOR_A_TIME = (np.arange(STEPS) >= 60) & (np.arange(STEPS) < 90)
 
 
@@ -415,10 +416,8 @@ def test_cost_counts_steps_and_the_hours_that_they_took(tmp_path):
         # groups are equal as the reward rises
         {"zero_variance_groups": noisy(0.7, 0.02), "reward": noisy(ramp(0.3, 0.6, 0.0), 0.02)},
         {"zero_variance_groups": noisy(0.65, 0.02), "reward": noisy(ramp(0.3, 0.34, 0.0), 0.09)},
-        {
-            "zero_variance_groups": noisy(ramp(0.25, 0.65, 0.3), 0.03),
-            "reward": noisy(ramp(0.3, 0.5, 0.0), 0.09),
-        },
+        {"zero_variance_groups": noisy(ramp(0.25, 0.65, 0.3), 0.03), "reward": noisy(0.3 + 0.2 * X, 0.09)},
+        {"length": 300 * np.exp(CORRELATED[0]), "reward": 0.4 + 0.3 * X + 0.5 * CORRELATED[1]},
         # validation rises
         {"reward": noisy(0.3, 0.05), "eval_reward": noisy(ramp(0.2, 0.5, 0.0), 0.03)},
         {"entropy": noisy(np.exp(-2.3 * X), 0.005)},
@@ -529,16 +528,6 @@ def test_a_collapse_comes_before_the_reward_that_rose_and_fell_after_it(tmp_path
     settled = without(healthy(), "eval_reward") | levels | {"reward": noisy(levels["reward"], 0.01)}
     alarms = judged(tmp_path / "settled", settled).alarms
     assert [alarm.id for alarm in alarms][:2] == ["D15", "D05"]
-
-
-def test_a_reward_that_falls_as_the_kl_grows_is_told_after_it(tmp_path):
-    run = without(healthy(), "eval_reward") | {
-        "reference_kl": noisy(ramp(0.01, 0.4, 0.1), 0.01),
-        "reward": noisy(ramp(0.5, -0.2, 0.3), 0.03),
-    }
-    ids = [alarm.id for alarm in judged(tmp_path, run).alarms]
-    assert ids[0] in ("D16", "D29")
-    assert {"D01", "D04"} & set(ids)
 
 
 @pytest.mark.parametrize(("steps", "named"), [(2, []), (5, [90])])

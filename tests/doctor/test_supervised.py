@@ -22,6 +22,7 @@ TRL_DPO = {
 }
 WITH_REJECTED = TRL_DPO | {"rejected_reward": "rewards/rejected"}
 VERL_SFT = {"loss": "train/loss", "eval_loss": "val/loss"}
+T = np.arange(200)
 
 
 def learning(seed: int = 0) -> dict[str, np.ndarray]:
@@ -59,6 +60,7 @@ def test_supervised_run_that_learns_is_healthy(tmp_path, seed, names, family):
         ("D07", {"eval_loss": around(0.6 + np.abs(ramp(-0.6, 0.6, 0.0)), 0.02)}),
         ("D08", {"preference_accuracy": np.clip(around(0.47, 0.02), 0, 0.5)}),
         ("D09", {"chosen_reward": around(ramp(0.0, -2.0, 0.2), 0.05)}),
+        ("D45", {"eval_loss": learning()["eval_loss"] / 8}),
     ],
 )
 def test_trouble_of_supervised_training_is_named_alone(tmp_path, alarm, changes, names):
@@ -151,6 +153,15 @@ def test_a_loss_that_loses_all_it_had_learned_in_one_step_is_named_from_there(tm
             one["onset"] for one in found["alarms"] if one["title"].endswith("back above where it began")
         ]
         assert named == at
+
+
+def test_a_loss_that_jumps_inside_an_epoch_may_be_a_resume(tmp_path):
+    up, dip = np.where(T < 120, 0.5, 0.8), np.where((T >= 80) & (T < 150), 0.35, 0.5)
+    stairs = np.where(T < 80, 0.5, np.where(T < 150, 0.35, 0.25))  # as epochs begin: sound
+    for level, epoch, steps in ((up, 100, [120]), (up, 60, []), (dip, 400, [80]), (stairs, 400, [])):
+        run = {"loss": level + around(ramp(0.4, 0.0, 0.0) ** 4, 0.004), "epoch": T / epoch}
+        alarms = examined(tmp_path, run, {"loss": "loss", "epoch": "epoch"})[1]["alarms"]
+        assert [one["onset"] for one in alarms[:1] if "resumed" in one["advice"][0]] == steps
 
 
 def test_a_loss_that_does_not_fall_with_a_gradient_of_nothing_points_to_half_precision(tmp_path):

@@ -5,11 +5,11 @@ import numpy as np
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.groups import MOST_ALIKE, share_alike
-from areal_debug.doctor.rules.learning import is_at_its_top, is_solved
+from areal_debug.doctor.rules.learning import is_at_its_top, is_share, is_solved, rises
 from areal_debug.doctor.series import Floats, Series, binned
 
 FLAT_SHARE = 0.5  # of the run
-REACHED = 0.95  # of the gain
+REACHED, LEFT = 0.95, 0.4  # of the gain; of what a reward between 0 and 1 has left to gain
 LEAST_STEPS = 40
 
 
@@ -43,13 +43,13 @@ def reward_levels_off(run: Run) -> Alarm | None:
     if share_alike(run).sustained(lambda value: value > MOST_ALIKE):
         return None  # the reason is known: D22
     low, ceiling, reached = fit_curve(series)
-    gain, length = ceiling - low, int(series.steps[-1] - series.steps[0])
-    late = series.since(reached).trend
-    if gain < 4 * series.deviation or late is None or series.steps[-1] - reached < FLAT_SHARE * length:
+    gain, idle = ceiling - low, int(series.steps[-1] - reached)
+    late, error = series.since(reached).trend, series.deviation * (2 / series.window) ** 0.5  # of two windows
+    if gain <= 4 * error or late is None or idle < FLAT_SHARE * (series.steps[-1] - series.steps[0]):
         return None
-    if abs(late.change) > 0.1 * gain or late.high > 0.25 * gain:
+    left = LEFT * (1 - ceiling) if is_share(series) and not rises(run, "eval_reward") else 0.0
+    if abs(late.change) > 0.1 * max(gain, left) or late.high > 0.25 * max(gain, left):
         return None
-    idle = int(series.steps[-1] - reached)
     return alarm(
         "D05",
         series,

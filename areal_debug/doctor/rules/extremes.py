@@ -1,4 +1,4 @@
-"""A mean outside of the smallest and the largest value that are logged beside it."""
+"""A mean outside of its smallest and largest value, a loss that is a multiple of the held-out one."""
 
 import re
 
@@ -6,11 +6,12 @@ import numpy as np
 
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.series import FEWEST_STEPS, Floats, Ints, Series
+from areal_debug.doctor.series import FEWEST_STEPS, Floats, Ints, Series, binned
 
 MEAN = re.compile(r"(?<![A-Za-z])(?:mean|avg)(?![A-Za-z])")
 TOLERANCE = 1e-3  # of the size of the values
 MOST = 0.5  # of the steps
+FEWEST_MULTIPLES, MULTIPLE, ALIKE = 3, 3.0, 1.5  # evaluations; times the held-out loss; largest over smallest
 
 
 def statistics_contradict(run: Run) -> Alarm | None:
@@ -41,10 +42,27 @@ def statistics_contradict(run: Run) -> Alarm | None:
     return None
 
 
+def loss_is_multiplied(run: Run) -> Alarm | None:
+    """D45: the training loss is a multiple of the held-out loss, at each evaluation the same."""
+    loss, held_out = run.finite("loss"), run.finite("eval_loss")
+    if run.kind == "learning" or min(len(loss.values), len(held_out.values)) < FEWEST_MULTIPLES:
+        return None
+    times = np.interp(held_out.steps, *binned(loss)) / np.maximum(held_out.values, 1e-12)
+    if times.min() < MULTIPLE or times.max() > ALIKE * times.min():
+        return None
+    return alarm(
+        "D45",
+        loss,
+        found=f"{loss.name} is {times.min():.3g} to {times.max():.3g} times {held_out.name} in all {len(times)} evaluations",
+        variant="multiplied",
+        since=int(loss.steps[0]),
+    )
+
+
 def shared(one: Series, other: Series) -> tuple[Ints, Floats, Floats]:
     """Return the steps that both have, and the values of each there, all [n]."""
     steps, left, right = np.intersect1d(one.steps, other.steps, return_indices=True)
     return steps, one.values[left], other.values[right]
 
 
-RULES = (statistics_contradict,)
+RULES = (statistics_contradict, loss_is_multiplied)

@@ -289,14 +289,14 @@ def exceeds_the_draw(series: Series, peak: int) -> bool:
     The standard error of a window is that of independent steps or, where larger, that of windows
     beside their neighbours: rewards of neighbouring steps are often correlated.
     """
-    width = series.window
-    high, low = series.values[peak : peak + width], series.values[-2 * width :]
+    width, late = series.window, 2 * series.end_window
+    high, low = series.values[peak : peak + width], series.values[-late:]
     pooled = float(np.concatenate([high - high.mean(), low - low.mean()]).std())
     count = len(series.values) // width
     means = series.values[-count * width :].reshape(count, width).mean(axis=1)
     # of the second difference of independent means: 6 times their variance; 0.6745 as in `noise`
     bends = float(np.median(np.abs(np.diff(means, 2)))) / (0.6745 * 6**0.5) if count > 3 else 0.0
-    error = max(pooled / width**0.5, series.deviation / width**0.5, bends) * 1.5**0.5
+    error = max(pooled / width**0.5, series.deviation / width**0.5, bends) * (1 + width / late) ** 0.5
     return float(high.mean() - low.mean()) > BEYOND_THE_DRAW * error
 
 

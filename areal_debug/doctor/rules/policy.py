@@ -91,8 +91,8 @@ def entropy_collapses(run: Run) -> Alarm | None:
     series = run.finite("entropy")
     if len(series.values) < 10 or is_solved(run):
         return None
-    lost = series.before_last() - series.last
-    fast = lost > max(0.5 * series.before_last(), 4 * series.noise)
+    before = float(np.median(series.values[-2 * series.window : -series.window]))
+    fast = before - series.last > max(0.5 * before, 4 * series.noise)
     start = max(series.first, float(series.values[0]))  # it may fall within the first window
     least = (0.1 if is_learning(run) else 0.25) * start  # it falls as a sound policy learns
     if not fast and not series.sustained(lambda value: value < least):
@@ -100,7 +100,7 @@ def entropy_collapses(run: Run) -> Alarm | None:
     return alarm(
         "D15",
         series,
-        found=f"{series.ending}, {series.before_last():.3g} before, {start:.3g} at first",
+        found=f"{series.ending}, {before:.3g} before, {start:.3g} at first",
         severity="error" if fast else "warning",
         since=onset(series, "down", in_ratios=True),
     )
@@ -132,8 +132,7 @@ def entropy_rises(run: Run) -> Alarm | None:
 def critic_fails(run: Run) -> Alarm | None:
     """D28: the critic explains no more than a constant does, or its loss rises, even for a time."""
     explained, loss = run.finite("explained_variance"), run.finite("value_loss")
-    exploded = peak_of_loss(loss, explained)
-    series = loss
+    series, exploded = loss, peak_of_loss(loss, explained)
     if explained.sustained(lambda value: value < 0):
         series, worse, title = explained, onset(explained, "down"), "worse_than_constant"
         found = f"explained variance {series.last:.3g}, below 0 is worse than a constant"
@@ -337,11 +336,11 @@ def highest_rate(run: Run) -> float:
 def is_lost(loss: Series) -> npt.NDArray[np.bool_]:
     """Return at which steps a supervised loss is 0, if it stays so and was not small before.
 
-    Transformers prints 0 for a loss that is not finite.
+    Transformers prints 0 for a loss that is not finite, and tables of notebooks 0.000000.
     """
     zero = loss.values == 0.0
     begins = int(np.argmax(zero))
-    stays = loss.resolution == 0 and zero[begins:].all() and (loss.values[:begins][-1:] > NOT_SMALL).all()
+    stays = loss.resolution < 1e-5 and zero[begins:].all() and (loss.values[:begins][-1:] > NOT_SMALL).all()
     found: npt.NDArray[np.bool_] = zero & stays
     return found
 

@@ -7,7 +7,7 @@ from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS, left_behind
 from areal_debug.doctor.rules.mismatch import explain_growth
-from areal_debug.doctor.series import NOTHING, Series
+from areal_debug.doctor.series import NOTHING, Series, binned
 
 EXPLODES = 3.0  # times the first length
 DOUBLES = 2.0
@@ -74,19 +74,13 @@ def why_longer(run: Run, begins: int, for_nothing: bool) -> tuple[str, str] | No
         or np.ptp(np.array_split(steady, 2)[1]) > length.last - length.first
     ):
         return None
-    together = float(np.corrcoef(smooth(later), smooth(paid))[0, 1])
+    together = float(np.corrcoef([binned(one, len(one.values) // 5)[1] for one in (later, paid)])[0, 1])
     if together < TOGETHER:
         return None
     return (
         "perhaps_rewarded",
         f"; since step {begins} they correlate with {together:.2f}, and no validation shows that it is learning",
     )
-
-
-def smooth(series: Series) -> np.ndarray:
-    """Return medians of consecutive windows."""
-    parts = np.array_split(series.values, max(5, min(40, len(series.values) // 5)))
-    return np.array([np.median(part) for part in parts])
 
 
 def completions_shrink(run: Run) -> Alarm | None:

@@ -1,25 +1,15 @@
 """Weighted terms of the loss, counters that go back, references that are replaced."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from areal_debug.doctor.alarm import Alarm, alarm
-from areal_debug.doctor.names import words_of
-from areal_debug.doctor.read import Run
+from areal_debug.doctor.names import TEXTS, words_of
+from areal_debug.doctor.read import Run, flat
 from areal_debug.doctor.series import FEWEST_STEPS, Series
 
-# A term of a loss: words of its metric, and words of the option that is its weight.
-TERMS = {
-    "KL": (r"kl|k3", r"kl|beta|ref"),
-    "entropy": (r"entropy", r"entropy"),
-    "teacher": (r"opd|teacher|distill\w*|kd", r"opd|teacher|distill\w*|kd"),
-    "value": (r"vf|value|critic", r"vf|value"),
-    "auxiliary": (r"aux|router|balance|moe|z", r"aux|router|balance|moe|z"),
-    "overlong": (r"overlong|length", r"overlong"),
-}
 OF_LOSS = r"loss|penalty|term|bonus|reward|kl"
 WEIGHT = r"coef|coeff|coefficient|weight|penalty|beta|alpha|ctl|factor"
 NOT_A_TERM = r"ratio|frac|clip|count|num|std|var|min|time|lr|max|len|lengths|ppo|approx|rollout|mismatch"
@@ -32,23 +22,14 @@ def has(pattern: str, found: Sequence[str]) -> bool:
     return any(re.fullmatch(pattern, word) for word in found)
 
 
-def options(document: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield options by their dotted names."""
-    if isinstance(document, Mapping):
-        for name, value in document.items():
-            yield from options(value, f"{path}.{name}" if path else str(name))
-    else:
-        yield path, document
-
-
 def weights(run: Run) -> dict[str, tuple[str, float]]:
     """Return the weight of each kind of term as it is configured, 0 where its switch is off."""
-    every = dict(options(run.record.header.config if run.record is not None else run.config))
+    every = dict(flat(run.record.header.config if run.record is not None else run.config))
     off = [words_of(name.rpartition(".")[2]) for name, value in every.items() if value is False]
     found: dict[str, tuple[str, float]] = {}
     for name, value in every.items():
         leaf = words_of(name.rpartition(".")[2])
-        for kind, (_, of_option) in TERMS.items():
+        for kind, (_, of_option) in TEXTS["terms"].items():
             if has(of_option, leaf) and has(WEIGHT, leaf) and type(value) in (int, float):
                 is_off = any(switch[:1] == ["use"] and has(of_option, switch) for switch in off)
                 if not found.get(kind, ("", 0.0))[1]:
@@ -67,7 +48,7 @@ def weighted_terms(run: Run) -> dict[str, Series]:
     for kind, (option, weight) in configured(run).items():
         for name, series in run.by_name.items():
             own, finite = words_of(name), series.finite
-            is_term = has(TERMS[kind][0], own) and has(OF_LOSS, own) and not has(NOT_A_TERM, own)
+            is_term = has(TEXTS["terms"][kind][0], own) and has(OF_LOSS, own) and not has(NOT_A_TERM, own)
             if is_term and len(finite.values) >= FEWEST_STEPS:
                 found[f"{name}, whose {option} is {weight:g}"] = finite
     return found

@@ -29,8 +29,9 @@ def differs_by_position(rows: Rows) -> Finding | None:
     if len(means) > 3 and means[-1] >= max(LARGE, GROWTH * means[0]) and rises(means):
         title = "grows"
         found = f"the mean difference of log-probs grows from {means[0]:.3g} to {means[-1]:.3g} along the completion"
-        of_row = row_means(rows, usable)
-        flagged = of_row >= means[-1] / 2
+        row = rows.row_of_token[usable]
+        total = np.bincount(row, np.abs(rows.difference[usable]), len(rows))
+        flagged = total / np.maximum(1, np.bincount(row, minlength=len(rows))) >= means[-1] / 2
     elif len(of_first) >= FEWEST_OF_BIN and of_first.mean() >= max(
         FIRST_LARGE, FIRST_RATIO * max(later, 1e-6)
     ):
@@ -50,9 +51,3 @@ def rises(means: list[float]) -> bool:
     """Return whether nearly every value is larger than the one before."""
     steps = np.diff(means)
     return bool((steps > 0).sum() >= len(steps) - 1)
-
-
-def row_means(rows: Rows, usable: np.ndarray) -> np.ndarray:
-    row = rows.row_of_token[usable]
-    total = np.bincount(row, np.abs(rows.difference[usable]), len(rows))
-    return total / np.maximum(1, np.bincount(row, minlength=len(rows)))

@@ -59,7 +59,8 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
         if MICRO.search(line):
             continue
         cells = COLUMNS.split(line.strip("| "))
-        if len(cells) > 2 and all(map(NAME.fullmatch, cells)):
+        is_table = len(cells) > 2 or (cells[0].lower() in OF_STEP and len(cells) == 2)
+        if is_table and all(map(NAME.fullmatch, cells)):
             header = [re.sub(r"\s*/\s*", "/", cell) for cell in cells]
         elif header and len(cells) == len(header) and all(map(BARE.fullmatch, cells)):
             yield {name: cell for name, cell in zip(header, cells, strict=True) if cell != "No Log"}

@@ -40,10 +40,6 @@ NAMES_SHOWN = 20
 OF_LOGGERS = ("tensorboard", "tensorboard_log", "tb", "wandb", "trackio", "runs", "logs", "events", "metrics")
 
 
-def one_run(file: Path) -> tuple[str, ...]:
-    return ("",)
-
-
 def always(file: Path) -> bool:
     """Return True: the file's name is enough."""
     return True
@@ -59,7 +55,7 @@ class Format:
 
     pattern: str
     read: Callable[[Path, str], Iterable[Row]]
-    runs: Callable[[Path], tuple[str, ...]] = one_run
+    runs: Callable[[Path], tuple[str, ...]] = lambda file: ("",)
     is_metrics: Callable[[Path], bool] = always
 
 
@@ -226,7 +222,9 @@ def has_steps(read: Callable[[Path, str], Iterable[Row]], file: Path) -> bool:
     if file.stat().st_size > MAX_JSON_BYTES and read is not read_jsonl:
         return False
     try:
-        rows = list(islice(head_of(file) if read is read_jsonl else read(file, ""), 200))
+        rows = list(
+            islice(json_lines(head_lines(file), str(file)) if read is read_jsonl else read(file, ""), 200)
+        )
         series = collect(rows)
     except UnreadableFile:
         if read is read_json:  # many others are no metrics
@@ -236,10 +234,6 @@ def has_steps(read: Callable[[Path, str], Iterable[Row]], file: Path) -> bool:
     steps = {step for one in series.values() for step in one.steps.tolist()}
     is_named = has_names or bool(choose_names(list(series)))
     return is_named and (len(steps) > 1 or bool(steps and has_names and len(rows) == 1))
-
-
-def head_of(file: Path) -> Iterator[Row]:
-    return json_lines(head_lines(file), str(file))
 
 
 def prints_metrics(file: Path) -> bool:

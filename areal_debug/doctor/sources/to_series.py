@@ -7,21 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from areal_debug.doctor.names import TEXTS
 from areal_debug.doctor.series import Series
 from areal_debug.doctor.sources.plain_files import Row
 
-STEP_NAMES = ("step", "global_step")
+STEP_NAMES: list[str] = TEXTS["steps"]["own"]
 # A step of its own beside Weights & Biases' count of calls: of slime, OpenRLHF, Transformers, verl.
 STEP_OF_PHASE = re.compile(
     r"(?:train|rollout|eval|val|validation|test|trainer|training)/(?:global_step|global_iter|step)"
     r"|time/total_timesteps"
 )
-OTHER_STEP_NAMES = (
-    "train_step", "training_step", "Step", "_step", "iteration", "iter", "update",
-    "steps", "global_steps", "current_steps", "global_step/max_steps", "timesteps", "total_timesteps",
-    "iterations", "updates", "nupdates", "n_updates", "training_iteration", "timesteps_total",
-    "num_timesteps", "TotalEnvInteracts", "episode", "episodes",
-)  # fmt: skip
 CONTAINERS = ("data", "metrics", "logs", "log", "stats", "scalars")  # add nothing to a name
 TRAINING = "train/"  # the prefix that loggers add to training metrics
 MAX_DEPTH = 4
@@ -82,7 +77,7 @@ def numbered(rows: Iterable[Row]) -> Iterator[tuple[int, dict[str, float]]]:
 
 def name_of_step(numbers: Mapping[str, float]) -> str | None:
     of_phase = (name for name in numbers if STEP_OF_PHASE.fullmatch(name))
-    names = (name for known in (STEP_NAMES, of_phase, OTHER_STEP_NAMES) for name in known)
+    names = (name for known in (STEP_NAMES, of_phase, TEXTS["steps"]["others"]) for name in known)
     return next((name for name in names if name in numbers), None)
 
 
