@@ -287,16 +287,6 @@ def of_replay(report: Json, given: Json) -> Answer:
     return Answer(verdict, data, [search] if commits else [])
 
 
-def of_commit(report: Json, given: Json) -> Answer:
-    """`why A --commits`."""
-    return Answer("found")
-
-
-def of_finding(report: Json, given: Json) -> Answer:
-    """`explain_finding`: texts of this program."""
-    return Answer(report["id"], dict(report), status=ANSWERED)
-
-
 def otherwise(tool: str, given: Json) -> list[Next]:
     """Return what to ask where a verb has no report: the folder of no known run, no weights."""
     if tool == "list_runs":
@@ -322,6 +312,6 @@ REPLIES: Mapping[str, Callable[[Any, Json], Answer]] = {
     "check_logprobs": of_logprobs,
     "why_differs": of_difference,
     "replay": of_replay,
-    "bisect": of_commit,
-    "explain_finding": of_finding,
+    "bisect": lambda report, given: Answer("found"),  # `why A --commits`
+    "explain_finding": lambda report, given: Answer(report["id"], dict(report), status=ANSWERED),
 }

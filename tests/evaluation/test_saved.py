@@ -44,4 +44,4 @@ def test_a_worse_evaluation_is_found_with_the_prompts_that_changed(before, worse
     assert item["verdict"] == "worse"
     code, out = compare(before, worse)
     assert code == 1
-    assert "right to wrong after-eval (8): 0 '?'; 1 '?'; 2 '?'; 3 '?'; 4 '?'; ..." in out
+    assert "right to wrong after-eval (8): 0 '1 + 1'; 1 '2 + 1'; 2 '3 + 1'; 3 '4 + 1'; 4 '5 + 1'; ..." in out
