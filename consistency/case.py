@@ -134,8 +134,9 @@ class Case:
 
     @cached_property
     def unexplained(self) -> bool:
-        """True if the difference exceeds the noise floor and no replay explains it."""
-        return self.mean_abs > self.level and self.explanation is None
+        """True if other tokens than zeros differ by more than noise, and no replay explains it."""
+        size = np.where(self.table.engine != 0.0, np.abs(self.table.difference), 0.0)
+        return bool(size.mean() > self.level) and self.explanation is None
 
     def surprise(self, places: Ints | slice = slice(None)) -> float:
         """Z score of the surprisal of tokens under the trainer; 0 +- 1 if its distribution drew them."""

@@ -203,7 +203,7 @@ def heavy_tail(case: Case) -> Finding | None:
     if metrics["max_abs"] < 10 * case.level or metrics["p50_abs"] > case.level:
         return None
     # Two engines of different noise have together a tail that none of them has.
-    worker, size = case.table.worker, case.table.difference
+    worker, size = case.table.worker, np.where(case.table.engine != 0.0, case.table.difference, 0.0)
     engines = [size] if worker is None else [size[worker == one] for one in np.unique(worker)]
     tails = map(tail, engines)
     heavy = next((one for one in tails if one["kurtosis"] >= 20 and one["p99_over_p50"] >= 20), None)

@@ -45,12 +45,6 @@ def planted(name: str) -> Given:
     return FAULTS[name][1](world())
 
 
-@functools.cache
-def diagnosis_of_planted(name: str) -> Diagnosis:
-    """Return the diagnosis of a fault in the usual world."""
-    return diagnosis_of(planted(name), world())
-
-
 def diagnosis_of(given: Given, at: World) -> Diagnosis:
     scores = score(at.trainer, given.sequences, temperature=given.setting.temperature)
     setting = given.setting
@@ -61,7 +55,7 @@ def diagnosis_of(given: Given, at: World) -> Diagnosis:
 @pytest.mark.parametrize("name", BY_CAUSE)
 def test_planted_fault_is_the_first_cause(name):
     cause = FAULTS[name][0]
-    found = diagnosis_of_planted(name)
+    found = diagnosis_of(planted(name), world())
     assert found.causes[0].id == cause, [(f.id, f.confidence, f.evidence) for f in found.causes]
     assert found.verdict == ("healthy" if cause == "R57" else "mismatch")
     assert found.causes[0].confidence > 0.5
@@ -117,6 +111,11 @@ def test_one_bad_engine_without_its_column_is_unknown_and_it_is_requested():
     found = diagnosis_of(stitched(lambda row, place: row % 4 == 0)(world()), world())
     assert found.verdict == "unknown"
     assert "record the engine of each sequence (worker)" in found.causes[0].fix
+
+
+def test_zeros_in_place_of_logprobs_have_no_second_cause():
+    found = diagnosis_of(planted("missing logprobs"), world())
+    assert [finding.id for finding in found.causes] == ["R60"]
 
 
 def test_two_faults_at_once_are_both_named():
