@@ -98,10 +98,13 @@ def tensor(model: Any, name: str) -> torch.Tensor:
 
 
 def moved(size: float, *names: str) -> Change:
-    """Move tensors, all by default, by a share of their standard deviation."""
+    """Move tensors, all by default, by a share of their standard deviation.
+
+    A tied output layer has a name of its own.
+    """
 
     def change(model: Any, random: torch.Generator) -> None:
-        for name, value in model.named_parameters():
+        for name, value in model.named_parameters(remove_duplicate=not names):
             noise = torch.randn(value.shape, generator=random)
             if not names or name.endswith(names):
                 scale = value.std() if value.numel() > 1 and value.std() > 0 else 1.0
@@ -154,7 +157,6 @@ def swapped_layers(model: Any, random: torch.Generator) -> None:
 
 
 def tower_of(change: Change) -> Change:
-
     def only(model: Any, random: torch.Generator) -> None:
         text = [value for name, value in model.named_parameters() if ".visual." not in name]
         kept = [value.data.clone() for value in text]
@@ -166,7 +168,6 @@ def tower_of(change: Change) -> Change:
 
 
 def rounded(scheme: str) -> Change:
-
     def change(model: Any, random: torch.Generator) -> None:
         for module in model.base_model.modules():
             if isinstance(module, torch.nn.Linear):
@@ -185,7 +186,6 @@ def rows_of(reply: Json) -> list[list[Any]]:
 
 
 def sending(change: Callable[[Json], Json]) -> Proxy:
-
     async def proxy(exchange: Exchange, request: Json) -> Json:
         return await exchange(change(copy.deepcopy(request)))
 
@@ -228,7 +228,6 @@ def without_images(request: Json) -> Json:
 
 
 def replying(change: Callable[[Json], None]) -> Proxy:
-
     async def proxy(exchange: Exchange, request: Json) -> Json:
         reply = await exchange(request)
         change(reply)
@@ -238,7 +237,6 @@ def replying(change: Callable[[Json], None]) -> Proxy:
 
 
 def values(change: Callable[[np.ndarray], np.ndarray]) -> Proxy:
-
     def in_place(reply: Json) -> None:
         rows = rows_of(reply)
         logprobs = change(np.array([row[0] for row in rows], np.float64)) if rows else []
@@ -388,6 +386,7 @@ def reports(**changes: Any) -> Proxy:
 
 UPDATE = moved(0.1)
 Q, DOWN, NORM = "layers.1.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight", "model.norm.weight"
+GATE = "layers.0.mlp.gate_proj.weight"  # norms after Gemma 2's layers undo the halving of others
 
 
 def at(temperature: float = 1.0, top_p: float = 1.0) -> SamplingParams:
@@ -436,7 +435,7 @@ FAULTS = (
     Fault("norm weight doubled", (*WEIGHTS, "R01", "R54"), holding(filled(NORM, lambda w: 2 * w))),
     Fault("tensor zeroed", WEIGHTS, holding(filled(Q, torch.zeros_like))),
     Fault("tensor redrawn", WEIGHTS, holding(replaced(DOWN))),
-    Fault("tensor halved", WEIGHTS, holding(filled(DOWN, lambda w: w / 2))),
+    Fault("tensor halved", WEIGHTS, holding(filled(GATE, lambda w: w / 2))),
     Fault("layers exchanged", WEIGHTS, holding(swapped_layers)),
     Fault("output layer replaced", ("R26", "R27", "R33"), holding(head_replaced)),
     Fault("output layer moved", ("R26", "R27"), holding(moved(0.05, "lm_head.weight"))),

@@ -15,7 +15,7 @@ from consistency.measure import NOISE, Measurement, Noise
 from consistency.rescoring import Rescoring, TrainerCheck
 from consistency.score import Scores
 from consistency.tensors import ChangedTensor
-from consistency.tokens import Floats, Sequences, TokenTable
+from consistency.tokens import Floats, Ints, Sequences, TokenTable
 from consistency.transforms import (
     RESIDUAL_BOUND,
     Prediction,
@@ -84,15 +84,6 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """Logprobs of the same tokens under another condition (checkpoint, BOS), float64 [sample]."""
-
-    cause: str
-    name: str
-    logprobs: Floats
-
-
-@dataclass(frozen=True)
 class Explanation:
     """A prediction, its residual mean |D|, and the factor by which it beats the trainer's."""
 
@@ -143,16 +134,18 @@ class Case:
 
     @cached_property
     def unexplained(self) -> bool:
-        """True if the difference exceeds the noise floor and no replay explains it."""
-        return self.mean_abs > self.level and self.explanation is None
+        """True if other tokens than zeros differ by more than noise, and no replay explains it."""
+        size = np.where(self.table.engine != 0.0, np.abs(self.table.difference), 0.0)
+        return bool(size.mean() > self.level) and self.explanation is None
 
-    @cached_property
-    def surprise(self) -> float:
-        """Z score of the surprisal under the trainer's distribution; 0 +- 1 if it drew them."""
-        scores = self.scores
-        usable = np.isfinite(scores.logprob) & np.isfinite(scores.entropy)
-        expected = (-scores.logprob - scores.entropy)[usable].sum()
-        return float(expected / np.sqrt(max(scores.variance[usable].sum(), 1e-12)))
+    def surprise(self, places: Ints | slice = slice(None)) -> float:
+        """Z score of the surprisal of tokens under the trainer; 0 +- 1 if its distribution drew them."""
+        logprob, entropy, variance = (
+            column[places] for column in (self.scores.logprob, self.scores.entropy, self.scores.variance)
+        )
+        usable = np.isfinite(logprob) & np.isfinite(entropy)
+        expected = (-logprob - entropy)[usable].sum()
+        return float(expected / np.sqrt(max(variance[usable].sum(), 1e-12)))
 
 
 def explain(replays: Replays, level: float) -> Explanation | None:

@@ -101,9 +101,9 @@ def check(
     engine, trainer_check = sequences.engine_logprobs[sequences.scored], None
     if sampled.trainer is not None:
         trainer_check = compare_trainer(engine, sampled.trainer, scores.logprob)
-    if trainer_check is not None and trainer_check.is_at_fault(setting.noise.mean_abs):
-        how = explain_trainer(scorer, sequences, sampled.trainer, setting)
-        trainer_check = replace(trainer_check, explanation=how)
+        if trainer_check is not None and trainer_check.is_at_fault(setting.noise.mean_abs):
+            how = explain_trainer(scorer, sequences, sampled.trainer, setting)
+            trainer_check = replace(trainer_check, explanation=how)
     diagnose_with = partial(
         diagnose,
         sequences,
@@ -119,10 +119,8 @@ def check(
     return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops, trainer_check, notes)
 
 
-def explain_trainer(scorer: Scorer, sequences: Sequences, trainer: Floats | None, setting: Setting) -> str:
+def explain_trainer(scorer: Scorer, sequences: Sequences, trainer: Floats, setting: Setting) -> str:
     """Replay the hypotheses on the trainer's recorded logprobs; "" if none explains them."""
-    if trainer is None:
-        return ""
     column = sequences.engine_logprobs.copy()
     column[sequences.scored] = trainer
     own = replace(sequences, engine_logprobs=column)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from consistency.case import Alternative, Case, Setting
+from consistency.case import Case, Setting
 from consistency.causes import Finding
 from consistency.checks.recognise import CHECKS, in_logprobs, log_units
 from consistency.measure import Measurement, measure
@@ -46,7 +46,7 @@ def diagnose(
     scores: Scores,
     setting: Setting,
     replays: Replays | None = None,
-    alternatives: Sequence[Alternative] = (),
+    alternatives: Sequence[Prediction] = (),
     rescoring: Rescoring | None = None,
     trainer_check: TrainerCheck | None = None,
     contradictions: Sequence[Finding] = (),
@@ -87,7 +87,7 @@ def diagnose(
     verdict = "mismatch" if faults else "healthy" if harmless else "unknown"
     causes = sorted(findings, key=lambda finding: (not is_accusation(finding), -finding.confidence))
     missing = () if verdict != "unknown" else missing_columns(case, alternatives)
-    return Diagnosis(verdict, tuple(causes), missing, case.surprise, table, case.measurement)
+    return Diagnosis(verdict, tuple(causes), missing, case.surprise(), table, case.measurement)
 
 
 def is_accusation(finding: Finding) -> bool:
@@ -95,7 +95,7 @@ def is_accusation(finding: Finding) -> bool:
     return finding.fault and finding.confidence >= CONFIDENT
 
 
-def missing_columns(case: Case, alternatives: Sequence[Alternative]) -> tuple[str, ...]:
+def missing_columns(case: Case, alternatives: Sequence[Prediction]) -> tuple[str, ...]:
     given = {alternative.cause for alternative in alternatives}
     wanted = {
         "full logits: a model to score with (--model)": case.replays is None,
@@ -108,7 +108,7 @@ def missing_columns(case: Case, alternatives: Sequence[Alternative]) -> tuple[st
     return tuple(name for name, absent in wanted.items() if absent)
 
 
-def with_derived(replays: Replays, sequences: Sequences, alternatives: Sequence[Alternative]) -> Replays:
+def with_derived(replays: Replays, sequences: Sequences, alternatives: Sequence[Prediction]) -> Replays:
     row = sequences.row_of_token[sequences.scored][replays.sample]
     engine, base = replays.engine, replays.base
     offset = float(np.median(engine - base))
@@ -119,17 +119,12 @@ def with_derived(replays: Replays, sequences: Sequences, alternatives: Sequence[
         Prediction("R09", "most likely token", 0.0, replays.largest),
         *(Prediction("R11", "shift", float(by), shifted(base, row, by)) for by in SHIFTS),
         mispaired_rows(engine, base, row),
-        *(Prediction(a.cause, a.name, 0.0, a.logprobs) for a in alternatives),
+        *alternatives,
     ]
-    place = places_in_rows(row)
+    place = np.concatenate([np.arange(count) for count in np.unique(row, return_counts=True)[1]])
     forbidden = [forbidden_initially(engine, base, p, place) for p in replays.predictions if p.cause == "R06"]
     others = [p for p in replays.predictions if p.cause != "R06"]
     return replace(replays, predictions=(*others, *derived, *forbidden))
-
-
-def places_in_rows(row: Ints) -> Ints:
-    starts = np.flatnonzero(np.diff(row, prepend=-1))
-    return np.arange(len(row)) - np.repeat(starts, np.diff([*starts, len(row)]))
 
 
 def shifted(base: Floats, row: Ints, by: int) -> Floats:

@@ -5,7 +5,7 @@ Prompts are rows of ids, text or chats, tokenised by the model's tokenizer and c
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,17 +77,23 @@ def parse_prompt(
 ) -> Prompt:
     """Tokenise one row: a chat by the chat template, `text` as it is.
 
+    Images are files, data: URLs, base64 or bytes.
+
     Raises:
         BadPrompts: the row holds no prompt, or the tokenizer has no chat template.
         ImageError: an image is damaged, or its placeholder is missing.
     """
-    if row.get("images"):
-        return prompt_with_images(row, where, processor)
+    images = tuple(as_image_bytes(image) for image in row.get("images") or ())
+    if images and processor is None:
+        raise BadPrompts(f"{where} has images, and the model is a text model: give an image-text model")
     if "input_ids" in row:
-        return Prompt(tuple(int(token) for token in row["input_ids"]), row)
+        return Prompt(tuple(int(token) for token in row["input_ids"]), row, images)
     if "text" in row:
-        return Prompt(tuple(tokenizer.encode(row["text"])), row)
+        ids = processor.tokenize(row["text"], images).input_ids if processor and images else None
+        return Prompt(tuple(ids or tokenizer.encode(row["text"])), row, images)
     chat = rl_row(row, where)
+    if processor and images:
+        return Prompt(tuple(processor.prompt(chat["messages"], images).input_ids), chat, images)
     try:
         ids = tokenizer.apply_chat_template(chat["messages"], add_generation_prompt=True, return_dict=False)
     except ValueError as error:
@@ -95,19 +101,6 @@ def parse_prompt(
             f"{where} is a chat, and the model's tokenizer has no chat template: give text instead"
         ) from error
     return Prompt(tuple(ids), chat)
-
-
-def prompt_with_images(row: dict[str, Any], where: str, processor: VisionProcessor | None) -> Prompt:
-    """Tokenise a row with images: files, data: URLs, base64, bytes. Raises as `parse_prompt`."""
-    if processor is None:
-        raise BadPrompts(f"{where} has images, and the model is a text model: give an image-text model")
-    images = tuple(as_image_bytes(image) for image in row["images"])
-    if "input_ids" in row:
-        return Prompt(tuple(int(token) for token in row["input_ids"]), row, images)
-    if "text" in row:
-        return Prompt(tuple(processor.tokenize(row["text"], images).input_ids), row, images)
-    chat = rl_row(row, where)
-    return Prompt(tuple(processor.prompt(chat["messages"], images).input_ids), chat, images)
 
 
 @dataclass(frozen=True)
@@ -222,17 +215,12 @@ def one_sequence(prompt: Prompt, reply: Reply, prompt_id: int, worker: int) -> S
         [Completion(prompt.ids, reply.output_ids, reply.logprobs, prompt.images)]
     )
     num_tokens = len(row.input_ids)
-    return Sequences(
-        row.input_ids,
-        row.cu_seqlens,
-        row.sampled,
-        row.engine_logprobs,
+    return replace(
+        row,
         versions=None if reply.version is None else np.full(num_tokens, reply.version),
         prompt_id=np.full(row.num_rows, prompt_id),
         worker=np.full(row.num_rows, worker),
         cached_tokens=None if reply.cached_tokens is None else np.full(row.num_rows, reply.cached_tokens),
-        length_differences=row.length_differences,
-        images=row.images,
     )
 
 

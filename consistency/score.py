@@ -13,12 +13,13 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from areal_core.data.batch import first_fit_decreasing
 from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.engine.logits import LogitMap, measure_logit_map, transformer
 from areal_core.engine.logprobs import LOGITS_AT_A_TIME
-from areal_core.engine.model import attention_of, load_model, own_attention, set_attention
+from areal_core.engine.model import attention_of, cache_argument, load_model, own_attention, set_attention
 from areal_core.engine.parity import TOLERANCE, choose_lengths, depends_on_forward, random_rows
 from areal_core.engine.routers import Routers
 from areal_core.engine.vision_models import choose_frequencies_by_row, plain_inputs
@@ -290,6 +291,32 @@ def hidden_states(
     )
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
+
+
+@torch.no_grad()
+def read_prefix(scorer: Scorer, ids: Ints) -> DynamicCache:
+    """Return the keys and values of the first tokens of a row; empty of none."""
+    cache = DynamicCache()
+    if len(ids):
+        tokens = torch.as_tensor(ids, device=scorer.device)[None]
+        with attention_of(scorer.model, own_attention(scorer.model)):
+            scorer.transformer(
+                input_ids=tokens, use_cache=True, **{cache_argument(type(scorer.transformer).forward): cache}
+            )
+    return cache
+
+
+@torch.no_grad()
+def logprobs_after(
+    scorer: Scorer, cache: DynamicCache, ids: Ints, at: Ints, temperature: float = 1.0
+) -> Floats:
+    """Score the tokens `at` places of the rest of a row, after the keys and values of its beginning."""
+    tokens, places = (torch.as_tensor(values, device=scorer.device) for values in (ids, at))
+    argument = cache_argument(type(scorer.transformer).forward)
+    with attention_of(scorer.model, own_attention(scorer.model)):
+        read = scorer.transformer(input_ids=tokens[None], use_cache=True, **{argument: cache})
+    logits = scorer.head.cap(scorer.head.uncapped(read.last_hidden_state[0, places - 1]))
+    return score_logits(logits, tokens[places], temperature, None)["logprob"].double().cpu().numpy()
 
 
 def image_inputs(scorer: Scorer, input_ids: Tensor, images: Sequence[bytes]) -> dict[str, Tensor]:

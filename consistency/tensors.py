@@ -21,7 +21,7 @@ from torch import Tensor
 
 from consistency.score import Scorer, image_inputs, score_logprobs, scorer_of
 from consistency.tokens import Floats, Sequences
-from consistency.transforms import RESIDUAL_BOUND, select_rows, spread_rows
+from consistency.transforms import RESIDUAL_BOUND, bounded, select_rows, spread_rows
 
 # Rounding of a recorded float32 log-prob: a residual below it is 0.
 ROUNDING = 1e-6
@@ -72,13 +72,8 @@ def nats_gained(engine: Floats, now: Floats, predicted: Floats) -> float:
 
 def fit(name: str, engine: Floats, now: Floats, predicted: Floats) -> Fit:
     """Compare a hypothesis with the weights that should have sampled; all [n]."""
-    residual, difference = mean_abs(engine - predicted), mean_abs(engine - now)
+    residual, difference = (float(bounded(engine - values).mean()) for values in (predicted, now))
     return Fit(name, nats_gained(engine, now, predicted), residual, difference)
-
-
-def mean_abs(difference: Floats) -> float:
-    """Mean of bounded absolute values."""
-    return float(np.minimum(np.abs(difference), RESIDUAL_BOUND).mean())
 
 
 def find_stale_tensors(
@@ -325,7 +320,7 @@ def evidence(kernel: Tensor, target: Tensor) -> tuple[float, float]:
     values, vectors = torch.linalg.eigh(kernel)
     values, squares = values.clamp(min=0), (vectors.T @ target) ** 2
     found = []
-    for scale in (0.0, *(SCALES / max(float(values.mean()), 1e-300))):
+    for scale in (0.0, *(SCALES / max(float(values.mean()), 1e-200))):
         shape = scale * values + 1
         variance = max(float((squares / shape).mean()), 1e-300)
         nats = -len(target) / 2 * np.log(variance) - 0.5 * float(shape.log().sum())

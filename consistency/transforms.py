@@ -93,7 +93,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Logprobs that the engine would have reported under one hypothesis, float64 [sample]."""
+    """Logprobs of the tokens under one hypothesis, float64 [sample]; `parameter` may be without use."""
 
     cause: str
     name: str
@@ -152,7 +152,8 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
 
     stride = -(-len(sample.places) // tokens_within(LOGITS_TO_SCREEN, scorer.head.vocabulary_size))
     every = transform_families(eos_token_id)
-    screened = predict(subsampled(sample, stride), every, [family.grid for family in every])
+    thinned = {name: values[::stride] for name, values in vars(sample).items() if name != "rows"}
+    screened = predict(replace(sample, **thinned), every, [family.grid for family in every])
     tried = [family for family in every if is_promising(family, screened, engine[::stride], base[::stride])]
     predictions = predict(sample, tried, [family.grid for family in tried])
     for _ in range(ZOOMS):
@@ -252,11 +253,6 @@ def spread_rows(sequences: Sequences, num_tokens: int) -> Ints:
 
 def tokens_within(logits: int, vocabulary_size: int) -> int:
     return min(MOST_TOKENS, max(FEWEST_TOKENS, logits // vocabulary_size))
-
-
-def subsampled(sample: LogitSample, stride: int) -> LogitSample:
-    columns = {name: values[::stride] for name, values in vars(sample).items() if name != "rows"}
-    return replace(sample, **columns)
 
 
 def select_rows(sequences: Sequences, rows: Ints) -> Sequences:

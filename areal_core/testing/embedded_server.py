@@ -42,7 +42,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from areal_core.data.images import bytes_of_url
-from areal_core.data.processor import load_processor
+from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.embedded.generate import Completion, generate, refuse_unsupported
 from areal_core.embedded.replica import Replica
 from areal_core.engine.lora import FILE_PREFIX, merged_weight
@@ -92,6 +92,7 @@ class Generate(msgspec.Struct, forbid_unknown_fields=True):
     sampling_params: Params | None = None
     return_logprob: bool | None = None
     top_logprobs_num: int | None = None
+    logprob_start_len: int | None = None
     stream: bool | None = False
     rid: str | None = None
     lora_path: str | None = None
@@ -359,6 +360,16 @@ class Adapters:
         self._of_version[self._sampler.version] = None
 
 
+def expanded(processor: VisionProcessor, ids: list[int], images: tuple[bytes, ...]) -> list[int]:
+    """Return ids with a placeholder for each vision token, as SGLang expands them."""
+    token = processor.image_token_id
+    if ids.count(token) != len(images):
+        raise BadRequest(f"input_ids have {ids.count(token)} image tokens and there are {len(images)} images")
+    message = {"role": "user", "content": [{"type": "image"}]}
+    sizes = iter([sum(processor.prompt([message], [image]).mm_token_type_ids) for image in images])
+    return [one for id in ids for one in ([token] * next(sizes) if id == token else [id])]
+
+
 class EmbeddedServer:
     """The routes. `application` is what aiohttp serves.
 
@@ -455,8 +466,8 @@ class EmbeddedServer:
     def request_of(self, body: Generate) -> ModelRequest:
         """Return the request of a body. Raises `BadRequest` for anything unsupported."""
         params = body.sampling_params or Params()
-        if body.stream:
-            raise BadRequest("stream is true; the embedded engine answers in one piece")
+        if body.stream or body.logprob_start_len not in (None, -1):
+            raise BadRequest("the embedded engine neither streams nor scores given tokens; SGLang does")
         if body.input_ids is None and body.text is None:
             raise BadRequest("field 'input_ids' is missing")
         ids = self._tokenizer(body.text)["input_ids"] if body.input_ids is None else body.input_ids
@@ -468,7 +479,7 @@ class EmbeddedServer:
         if images and processor is None:
             raise BadRequest("image_data is given, and the model reads text only")
         if processor is not None:
-            ids = self._expanded(ids, images)
+            ids = expanded(processor, ids, images)
         wanted, temperature = params.max_new_tokens or 128, params.temperature
         if len(ids) + wanted > self._context_length:
             raise BadRequest(
@@ -497,19 +508,6 @@ class EmbeddedServer:
             images=images,
             image_token_id=-1 if processor is None else processor.image_token_id,
         )
-
-    def _expanded(self, ids: list[int], images: tuple[bytes, ...]) -> list[int]:
-        """Return ids with a placeholder for each vision token, as SGLang expands them."""
-        processor = self._replica.processor
-        assert processor is not None
-        token = processor.image_token_id
-        if ids.count(token) != len(images):
-            raise BadRequest(
-                f"input_ids have {ids.count(token)} image tokens and there are {len(images)} images"
-            )
-        message = {"role": "user", "content": [{"type": "image"}]}
-        sizes = iter([sum(processor.prompt([message], [image]).mm_token_type_ids) for image in images])
-        return [one for id in ids for one in ([token] * next(sizes) if id == token else [id])]
 
     def _reply(self, job: Job, seconds: float) -> dict[str, Any]:
         """The JSON of a completion, with the spans of tokens that each version sampled."""

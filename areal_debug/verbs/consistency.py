@@ -181,6 +181,10 @@ def command(
     Exit code 0: healthy, proven, or conforms. 1: a mismatch, refuted, or a failed check. 2:
     inconclusive, or a check could not run.
     """
+    from areal_debug.serve.start import checked_model
+
+    for folder in filter(None, (model, options["previous"], options["base"])):
+        checked_model(folder)
     if over_time:
         if record is None or output is not None:
             fail(

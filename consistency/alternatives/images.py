@@ -3,7 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
@@ -23,14 +23,13 @@ from transformers.utils.constants import (
 
 from areal_core.data.images import decode
 from areal_core.data.processor import VisionProcessor
-from consistency.case import Alternative
 from consistency.causes import Finding, finding
 from consistency.errors import NothingToCompare
 from consistency.score import Scorer, score_logprobs
 from consistency.source import Sampled
 from consistency.tensors import swapped, vision_tensors
 from consistency.tokens import Bools, Floats, Images, Ints, Sequences
-from consistency.transforms import EXPLAINED, bounded, residual_size, select_rows, usable_or
+from consistency.transforms import EXPLAINED, Prediction, bounded, residual_size, select_rows, usable_or
 
 
 def placeholder_counts(processor: VisionProcessor, images: Images) -> tuple[tuple[int, ...], ...]:
@@ -178,17 +177,10 @@ PARTNERS_TO_TRY = 4
 ROWS_TO_TRY = 64
 
 
-@dataclass(frozen=True)
-class Treatment:
-    """One other way to treat images: rows as they would be, and who scores them."""
-
-    cause: str
-    name: str
-    rows: Sequences
-    scorer: Scorer
+Treatment = tuple[str, str, Sequences, Scorer]  # cause, name, rows as they would be, who scores them
 
 
-def image_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Alternative]:
+def image_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
     """Score with images treated otherwise (R62, R64, R66, R67); nothing for rows without images.
 
     A treatment that explains the worst rows no better than the model is left out.
@@ -202,11 +194,11 @@ def image_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> l
     worst = np.sort(np.argsort(-apart, kind="stable")[:ROWS_TO_SCREEN])
     at = np.flatnonzero(np.isin(row_of_place, worst))
     own, found = residual_size(engine[at], base[at]), []
-    for one in treatments(scorer, rows):
-        screened = score_logprobs(one.scorer, select_rows(one.rows, worst), temperature=temperature)
+    for cause, name, treated, by in treatments(scorer, rows):
+        screened = score_logprobs(by, select_rows(treated, worst), temperature=temperature)
         if residual_size(engine[at], screened) < own:
-            logprobs = score_logprobs(one.scorer, one.rows, temperature=temperature)
-            found.append(Alternative(one.cause, one.name, logprobs))
+            logprobs = score_logprobs(by, treated, temperature=temperature)
+            found.append(Prediction(cause, name, 0.0, logprobs))
     return found + exchanged_images(scorer, rows, base, temperature)
 
 
@@ -215,18 +207,18 @@ def treatments(scorer: Scorer, rows: Sequences) -> Iterator[Treatment]:
     assert rows.images is not None
     assert scorer.processor is not None
     for name, processor, changed in other_processors(scorer.processor, rows):
-        yield Treatment("R62", name, changed, replace(scorer, processor=processor))
+        yield "R62", name, changed, replace(scorer, processor=processor)
     of_text = replace(scorer, marks_images=False)
-    yield Treatment("R64", "images placed and attended as text", rows, of_text)
+    yield "R64", "images placed and attended as text", rows, of_text
     unseen = replace(rows, images=None)
-    yield Treatment("R67", "no images: placeholders embedded as text", unseen, scorer)
+    yield "R67", "no images: placeholders embedded as text", unseen, scorer
     one_each = expanded(rows, scorer.processor.image_token_id, [[1] * len(images) for images in rows.images])
     unseen = replace(one_each, images=None)
-    yield Treatment("R67", "no images: one placeholder each, embedded as text", unseen, scorer)
+    yield "R67", "no images: one placeholder each, embedded as text", unseen, scorer
     if any(len(set(images)) > 1 for images in rows.images):
         turned = tuple(images[::-1] for images in rows.images)
         if placeholder_counts(scorer.processor, turned) == placeholder_counts(scorer.processor, rows.images):
-            yield Treatment("R67", "images in the reverse order", replace(rows, images=turned), scorer)
+            yield "R67", "images in the reverse order", replace(rows, images=turned), scorer
 
 
 # Processors
@@ -256,14 +248,10 @@ def other_processors(own: VisionProcessor, rows: Sequences) -> list[tuple[str, V
 
 
 def with_options(own: VisionProcessor, **options: Any) -> VisionProcessor:
-    return around(own, changed_image_processor(own.processor.image_processor, options))
-
-
-def changed_image_processor(own: Any, options: dict[str, Any]) -> Any:
-    changed = copy.deepcopy(own)
+    changed = copy.deepcopy(own.processor.image_processor)
     for name, value in options.items():
         setattr(changed, name, value)
-    return changed
+    return around(own, changed)
 
 
 def around(own: VisionProcessor, image_processor: Any) -> VisionProcessor:
@@ -376,7 +364,7 @@ DECODINGS: dict[str, Callable[[bytes], bytes]] = {
 # Owners
 
 
-def exchanged_images(scorer: Scorer, rows: Sequences, base: Floats, temperature: float) -> list[Alternative]:
+def exchanged_images(scorer: Scorer, rows: Sequences, base: Floats, temperature: float) -> list[Prediction]:
     """Score rows with the images of another row whose ids are equal to the end of the images (R66).
 
     Args:
@@ -400,7 +388,7 @@ def exchanged_images(scorer: Scorer, rows: Sequences, base: Floats, temperature:
         }
         values, best = rows.engine_logprobs[rows.scored][row_of_place == row], EXPLAINED * means[row]
         for images in list(others)[:PARTNERS_TO_TRY]:
-            one = replace(one_row(rows, row), images=(images,))
+            one = replace(select_rows(rows, np.array([row])), images=(images,))
             logprobs = score_logprobs(scorer, one, temperature=temperature)
             left = float(bounded(values - logprobs).mean())
             if left < best:
@@ -409,14 +397,8 @@ def exchanged_images(scorer: Scorer, rows: Sequences, base: Floats, temperature:
     if not moved:
         return []
     return [
-        Alternative("R66", f"the images of other requests for {moved} of {rows.num_rows} rows", predicted)
+        Prediction("R66", f"the images of other requests for {moved} of {rows.num_rows} rows", 0.0, predicted)
     ]
-
-
-def one_row(rows: Sequences, row: int) -> Sequences:
-    at = rows.row(row)
-    length = at.stop - at.start
-    return Sequences(rows.input_ids[at], np.array([0, length]), rows.sampled[at], rows.engine_logprobs[at])
 
 
 def image_prefix(rows: Sequences, row: int, token_id: int) -> bytes:
@@ -430,10 +412,10 @@ def image_prefix(rows: Sequences, row: int, token_id: int) -> bytes:
 
 def tower_alternative(
     scorer: Scorer, other: Scorer, rows: Sequences, name: str, temperature: float
-) -> list[Alternative]:
+) -> list[Prediction]:
     """Score with the vision tower of another checkpoint (R65); nothing for rows without images."""
     if rows.images is None or scorer.processor is None:
         return []
     with swapped(scorer, other, vision_tensors(scorer.model)):
         logprobs = score_logprobs(scorer, rows, temperature=temperature)
-    return [Alternative("R65", f"the vision tower of {name}", logprobs)]
+    return [Prediction("R65", f"the vision tower of {name}", 0.0, logprobs)]

@@ -18,17 +18,19 @@ from areal_core.engine.routers import Routers
 from areal_core.errors import ModelError
 from consistency.alternatives.images import image_alternatives, tower_alternative
 from consistency.alternatives.variants import Variant, best_of, scanned, variant_alternatives
-from consistency.case import DTYPES, Alternative, Request, Setting
+from consistency.case import DTYPES, Request, Setting
 from consistency.diagnose import Diagnosis, is_accusation
 from consistency.measure import NOISE, Noise, k3
 from consistency.rescoring import Rescoring
-from consistency.score import Scorer, load_scorer, score_logprobs
+from consistency.score import Scorer, load_scorer, logprobs_after, read_prefix, score_logprobs
 from consistency.tensors import find_changed_tensor, find_stale_tensors, swapped
 from consistency.tokens import Floats, Ints, Sequences
 from consistency.transforms import (
     EXPLAINED,
+    Prediction,
     Replays,
     bounded,
+    mean_square,
     usable_or,
 )
 
@@ -53,7 +55,7 @@ class ProbeInputs:
     dtype: str
 
 
-Probe = Callable[[ProbeInputs], list[Alternative]]
+Probe = Callable[[ProbeInputs], list[Prediction]]
 
 
 def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tuple[Diagnosis, Setting]:
@@ -64,7 +66,7 @@ def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tup
     """
     setting, rounding = inputs.setting, 0.0
     found = diagnose(setting)
-    alternatives: list[Alternative] = []
+    alternatives: list[Prediction] = []
     for probe in PROBES:
         # Whatever is said, the noise floor of this model is needed to weigh it.
         is_small = sum(p.numel() for p in inputs.scorer.model.parameters()) <= MOST_TO_MEASURE
@@ -91,34 +93,36 @@ def is_settled(found: Diagnosis, setting: Setting) -> bool:
     return any(is_accusation(cause) and cause.confidence > SETTLED_CONFIDENCE for cause in found.causes)
 
 
-def probe_dtype(inputs: ProbeInputs) -> list[Alternative]:
+def probe_dtype(inputs: ProbeInputs) -> list[Prediction]:
     other = "bfloat16" if inputs.dtype == "float32" else "float32"
     model = load_scorer(inputs.request.model, DTYPES[other], inputs.request.device)
     temperature = inputs.setting.temperature
     return [checkpoint_alternative(model, inputs.rows, "R38", f"scoring in {other}", temperature)]
 
 
-def probe_bos(inputs: ProbeInputs) -> list[Alternative]:
-    bos_token_id = inputs.setting.bos_token_id
-    if bos_token_id is None:
-        return []
-    return bos_alternatives(inputs.scorer, inputs.rows, bos_token_id, inputs.setting.temperature)
-
-
-def probe_checkpoints(inputs: ProbeInputs) -> list[Alternative]:
+def probe_checkpoints(inputs: ProbeInputs) -> list[Prediction]:
     """Score with the request's other checkpoints: stale weights (R24), those of the base (R32).
 
-    Also with those for the rows alone that they explain, and, of both, with the last update on the
-    base: a chain of deltas that began at the wrong weights.
+    Also with some of their tensors (R25), for the rows alone that they explain, with their keys and
+    values of prompts (R29), and, of both, with the last update on the base: a chain of deltas that
+    began at the wrong weights.
     """
     request, temperature = inputs.request, inputs.setting.temperature
     now = score_logprobs(inputs.scorer, inputs.rows, temperature=temperature)
-    found, loaded = [], known_checkpoints(inputs)
+    paths = {PREVIOUS: request.previous, BASE: request.base}
+    loaded = {
+        name: load_scorer(path, DTYPES[inputs.dtype], request.device)
+        for name, path in paths.items()
+        if path is not None
+    }
+    found: list[Prediction] = []
     for name, other in loaded.items():
+        found += partial_alternatives(inputs.scorer, other, inputs.rows, temperature, name)
         cause = "R24" if name == PREVIOUS else "R32" if is_adapter(inputs.scorer, other) else "R32.base"
         whole = checkpoint_alternative(other, inputs.rows, cause, name, temperature)
         found += tower_alternative(inputs.scorer, other, inputs.rows, name, temperature)
         found += [whole, *of_some_rows(inputs.rows, now, whole)]
+        found += stale_prefixes(inputs, other, name, now)
         if cause == "R32":
             scales = adapter_scales(inputs.scorer, other)
             found += best_of(inputs.scorer, inputs.rows, temperature, list(scales))
@@ -131,16 +135,6 @@ def probe_checkpoints(inputs: ProbeInputs) -> list[Alternative]:
 PREVIOUS, BASE = "the previous checkpoint", "the base model"
 DELTA = "the base model with the last update"
 ADAPTER_SCALES = (1 / 64, 1 / 16, 0.25, 0.5, 2.0, 4.0, 16.0)
-
-
-def known_checkpoints(inputs: ProbeInputs) -> dict[str, Scorer]:
-    request = inputs.request
-    paths = {PREVIOUS: request.previous, BASE: request.base}
-    return {
-        name: load_scorer(path, DTYPES[inputs.dtype], request.device)
-        for name, path in paths.items()
-        if path is not None
-    }
 
 
 def is_adapter(now: Scorer, base: Scorer) -> bool:
@@ -166,7 +160,7 @@ def adapter_scales(now: Scorer, base: Scorer) -> Iterator[Variant]:
     return scanned(scaled, ADAPTER_SCALES, 1.0)
 
 
-def of_some_rows(rows: Sequences, now: Floats, other: Alternative) -> list[Alternative]:
+def of_some_rows(rows: Sequences, now: Floats, other: Prediction) -> list[Prediction]:
     """Return the alternative for the rows alone that it explains; none if these are all, or one."""
     engine, row = rows.engine_logprobs[rows.scored], rows.row_of_token[rows.scored]
     count = np.maximum(np.bincount(row, minlength=rows.num_rows), 1)
@@ -178,7 +172,35 @@ def of_some_rows(rows: Sequences, now: Floats, other: Alternative) -> list[Alter
         return []
     predicted = np.where(is_theirs[row], other.logprobs, now)
     name = f"{other.name} for {int(is_theirs.sum())} of {rows.num_rows} rows"
-    return [Alternative(f"{other.cause.partition('.')[0]}.rows", name, predicted)]
+    return [Prediction(f"{other.cause.partition('.')[0]}.rows", name, 0.0, predicted)]
+
+
+CACHE_BLOCK = 8  # tokens, of which the blocks of engines are multiples
+MOST_PREFIXES = 8  # of different lengths that are tried for a row
+
+
+def stale_prefixes(inputs: ProbeInputs, other: Scorer, name: str, now: Floats) -> list[Prediction]:
+    """Score after prompts whose first tokens have the keys and values of another checkpoint (R29).
+
+    How many tokens an engine had in its cache differs by request: for each row, the number that
+    fits best.
+    """
+    rows, predicted = inputs.rows, now.copy()
+    row_of_place, engine = rows.row_of_token[rows.scored], rows.engine_logprobs[rows.scored]
+    bad = np.unique(row_of_place[bounded(engine - now) > LEAST_TO_WEIGH]).tolist()
+    for row in bad if rows.images is None else ():
+        places = np.flatnonzero(row_of_place == row)
+        ids, at = rows.input_ids[rows.row(row)], rows.scored[places] - rows.cu_seqlens[row]
+        last = int(at[0]) - 1
+        for length in (*range(CACHE_BLOCK, last, max(CACHE_BLOCK, last // MOST_PREFIXES)), last):
+            cache = read_prefix(other, ids[:length])
+            found = logprobs_after(
+                inputs.scorer, cache, ids[length:], at - length, inputs.setting.temperature
+            )
+            if mean_square(engine[places], found) < mean_square(engine[places], predicted[places]):
+                predicted[places] = found
+    whole = Prediction("R29", f"the keys and values of {name} for the prompts", 0.0, predicted)
+    return of_some_rows(rows, now, whole) or [replace(whole, cause="R29.rows")]
 
 
 @contextmanager
@@ -196,24 +218,15 @@ def last_update_on(now: Scorer, previous: Scorer, base: Scorer) -> Iterator[None
             mine[name].data = data
 
 
-def probe_partial_update(inputs: ProbeInputs) -> list[Alternative]:
-    """Score with some tensors of the request's other checkpoints (R25)."""
-    return [
-        one
-        for name, other in known_checkpoints(inputs).items()
-        for one in partial_alternatives(inputs.scorer, other, inputs.rows, inputs.setting.temperature, name)
-    ]
-
-
 def checkpoint_alternative(
     scorer: Scorer, sequences: Sequences, cause: str, name: str, temperature: float
-) -> Alternative:
-    return Alternative(cause, name, score_logprobs(scorer, sequences, temperature=temperature))
+) -> Prediction:
+    return Prediction(cause, name, 0.0, score_logprobs(scorer, sequences, temperature=temperature))
 
 
 def partial_alternatives(
     scorer: Scorer, previous: Scorer, sequences: Sequences, temperature: float, of: str = PREVIOUS
-) -> list[Alternative]:
+) -> list[Prediction]:
     """Score with those tensors of another checkpoint that explain the logprobs (R25)."""
     base = score_logprobs(scorer, sequences, temperature=temperature)
     values = sequences.engine_logprobs.copy()
@@ -227,15 +240,17 @@ def partial_alternatives(
 
 
 def bos_alternatives(
-    scorer: Scorer, sequences: Sequences, bos_token_id: int, temperature: float
-) -> list[Alternative]:
+    scorer: Scorer, sequences: Sequences, bos_token_id: int | None, temperature: float
+) -> list[Prediction]:
+    if bos_token_id is None:
+        return []
     first = sequences.input_ids[sequences.cu_seqlens[:-1]]
     changes: dict[str, int | None] = {"BOS that the record lacks": bos_token_id}
     if (first == bos_token_id).all():
         changes = {"double BOS": bos_token_id, "missing BOS": None}
     found = [(name, with_begin(sequences, token_id)) for name, token_id in changes.items()]
     return [
-        Alternative("R15", name, score_logprobs(scorer, changed, temperature=temperature))
+        Prediction("R15", name, 0.0, score_logprobs(scorer, changed, temperature=temperature))
         for name, changed in found
         if len(changed.scored) == len(sequences.scored)
     ]
@@ -257,7 +272,7 @@ def with_begin(sequences: Sequences, token_id: int | None) -> Sequences:
     )
 
 
-def noise_of_model(published: Noise, other_dtype: Alternative, replays: Replays) -> Noise:
+def noise_of_model(published: Noise, other_dtype: Prediction, replays: Replays) -> Noise:
     """Return the published noise, or more if this model's logprobs change more between dtypes.
 
     `own` is what this model shows: depth, width and vocabulary decide how far rounding moves it.
@@ -301,7 +316,7 @@ def noise_of_engine(published: Noise, rescoring: Rescoring) -> Noise:
     )
 
 
-def expert_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Alternative]:
+def expert_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
     """Score with the engine's experts, and with its weights of them (R42).
 
     Nothing where they are not known or of another model, or rows are scored one at a time.
@@ -317,7 +332,7 @@ def expert_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> 
             if width <= rows.experts.shape[-1]:
                 given = replace(rows, experts=rows.experts[..., :width])
                 found = score_logprobs(replaying, given, temperature=temperature)
-                alternatives.append(Alternative("R42", name, found))
+                alternatives.append(Prediction("R42", name, 0.0, found))
     except (ModelError, ValueError):
         return []
     routers.replay(None, scorer.device)
@@ -330,9 +345,10 @@ MOST_TOKENS = 60_000  # to score before one row fits another prompt
 MOST_TOKENS_AFTER = 500_000
 
 
-def prompt_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Alternative]:
+def prompt_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
     """Score bad rows after the prompts of other rows (R12)."""
-    if rows.num_rows < 2 or not all(one_turn(rows, row) for row in range(rows.num_rows)):
+    turns = [np.diff(rows.sampled[rows.row(row)].astype(int)) for row in range(rows.num_rows)]
+    if rows.num_rows < 2 or any((changes < 0).any() for changes in turns):
         return []
     base = score_logprobs(scorer, rows, temperature=temperature)
     row_of_place = rows.row_of_token[rows.scored]
@@ -353,16 +369,14 @@ def prompt_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> 
             predicted[row_of_place == row] = after_prompts(
                 scorer, rows, row, [partner[0]], None, temperature
             )[0]
-    return [Alternative("R12", f"the prompts of other rows for {moved} of {rows.num_rows} rows", predicted)]
+    return [
+        Prediction("R12", f"the prompts of other rows for {moved} of {rows.num_rows} rows", 0.0, predicted)
+    ]
 
 
 def fits(partner: tuple[int, float], mean: float, row: int) -> bool:
     """Return whether another row's prompt explains a row."""
     return partner[0] != row and partner[1] < EXPLAINED * mean
-
-
-def one_turn(rows: Sequences, row: int) -> bool:
-    return bool((np.diff(rows.sampled[rows.row(row)].astype(int)) >= 0).all())
 
 
 def best_prompt(scorer: Scorer, rows: Sequences, row: int, temperature: float) -> tuple[int, float]:
@@ -393,17 +407,16 @@ def after_prompts(
     return score_logprobs(scorer, packed, temperature=temperature).reshape(len(prompts), -1)
 
 
-def of_model(alternatives: Callable[[Scorer, Sequences, float], list[Alternative]]) -> Probe:
+def of_model(alternatives: Callable[[Scorer, Sequences, float], list[Prediction]]) -> Probe:
     return lambda inputs: alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
 
 
 PROBES: tuple[Probe, ...] = (
     probe_dtype,
     of_model(expert_alternatives),
-    probe_bos,
+    lambda i: bos_alternatives(i.scorer, i.rows, i.setting.bos_token_id, i.setting.temperature),
     of_model(image_alternatives),
     of_model(prompt_alternatives),
     probe_checkpoints,
     of_model(variant_alternatives),
-    probe_partial_update,
 )

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from consistency.case import TIE_RATIO, Alternative
+from consistency.case import TIE_RATIO
 from consistency.score import Scorer, score_logprobs
 from consistency.tokens import Floats, Sequences
-from consistency.transforms import mean_square, select_rows, spread_rows
+from consistency.transforms import Prediction, mean_square, select_rows, spread_rows
 
 TOKENS_TO_SCREEN = 256
 LEAST_GAIN = 1.5  # of squares, below which the best variant is not scored on all tokens
@@ -72,14 +72,12 @@ def scanned(make: Callable[[float], Variant], grid: tuple[float, ...], own: floa
     yield from (replace(make(number), scan=scan, number=number) for number in grid)
 
 
-def variant_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Alternative]:
+def variant_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
     """Score with the variant that fits the engine's logprobs best; none if none does."""
     return best_of(scorer, rows, temperature, list(variants_of(scorer.model)))
 
 
-def best_of(
-    scorer: Scorer, rows: Sequences, temperature: float, variants: list[Variant]
-) -> list[Alternative]:
+def best_of(scorer: Scorer, rows: Sequences, temperature: float, variants: list[Variant]) -> list[Prediction]:
     screened = select_rows(rows, spread_rows(rows, TOKENS_TO_SCREEN))
     engine = screened.engine_logprobs[screened.scored]
     usable = np.isfinite(engine)
@@ -102,7 +100,7 @@ def best_of(
         least, chosen = refine(miss, least, chosen, scan)
     if least * LEAST_GAIN > as_is:
         return []
-    return [Alternative(chosen.cause, chosen.name, scored_with(chosen, scorer, rows, temperature))]
+    return [Prediction(chosen.cause, chosen.name, 0.0, scored_with(chosen, scorer, rows, temperature))]
 
 
 def scored_with(variant: Variant, scorer: Scorer, rows: Sequences, temperature: float) -> Floats:
@@ -389,7 +387,7 @@ def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
 def head_variants(model: Any) -> Iterator[Variant]:
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     zeros: Hook = lambda module, args, kwargs, logits: torch.zeros_like(logits)  # noqa: E731
-    yield Variant("R26.variant", "an output layer of zeros", hooks=[(output, zeros)])
+    yield Variant("R26.variant", "an output layer, or an embedding, of zeros", hooks=[(output, zeros)])
     if output.weight is not embedding.weight and output.weight.shape == embedding.weight.shape:
         values = [(output.weight, lambda old: embedding.weight.data)]
         yield Variant("R26.variant", "the embedding as output layer", list(values))

@@ -13,6 +13,7 @@ PERIODS = range(2, 9)  # tokens
 DECIMALS = (1, 2, 3)  # four or more are below the noise of any engine
 FEWEST_ON_GRID = 50  # tokens
 FEWEST_REPEATED = 5  # tokens
+UNIFORM = 1e-3  # nats from the logprob of a uniform distribution, as of an output layer of zeros
 MOVES_SHARED = 0.4  # correlation of D with what another dtype changes
 FEWEST_PREFILLED = 8  # first tokens of turns
 MOST_ROWS = 0.8  # of the rows must have wrong tokens after the first
@@ -110,12 +111,13 @@ def placeholder_logprobs(case: Case) -> Finding | None:
     best = int(np.argmax(wrong))
     repeated = inverse == best
     if names[best] == 0.0 and run_lengths(repeated, table.sequence).max() >= MIN_RUN:
-        return None  # spans of zeros are tokens that were not sampled (R18)
-    if wrong[best] < FEWEST_REPEATED or wrong[best] < 0.5 * count[best] or len(names) < 2:
+        return None  # spans of zeros are judged by how likely their tokens are
+    if wrong[best] < FEWEST_REPEATED or wrong[best] < 0.5 * count[best]:
         return None
-    if wrong[best] < 0.5 * wrong.sum():
-        return None  # most of what is wrong is no placeholder
-    trainer, others = table.trainer[repeated], size[~repeated].mean()
+    is_uniform = abs(names[best] + np.log(max(case.setting.vocabulary_size, 2))) < UNIFORM
+    if wrong[best] < 0.5 * wrong.sum() or is_uniform:
+        return None  # most of what is wrong is no placeholder, or every token is as likely
+    trainer, others = table.trainer[repeated], size[~repeated].mean() if len(names) > 1 else 0.0
     if np.ptp(trainer) < 0.1 or size[repeated].mean() < BAD_RATIO * others:
         return None
     low, high = trainer.min(), trainer.max()
@@ -201,7 +203,7 @@ def heavy_tail(case: Case) -> Finding | None:
     if metrics["max_abs"] < 10 * case.level or metrics["p50_abs"] > case.level:
         return None
     # Two engines of different noise have together a tail that none of them has.
-    worker, size = case.table.worker, case.table.difference
+    worker, size = case.table.worker, np.where(case.table.engine != 0.0, case.table.difference, 0.0)
     engines = [size] if worker is None else [size[worker == one] for one in np.unique(worker)]
     tails = map(tail, engines)
     heavy = next((one for one in tails if one["kurtosis"] >= 20 and one["p99_over_p50"] >= 20), None)

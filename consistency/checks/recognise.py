@@ -46,6 +46,10 @@ MOST_LEFT = 0.5  # of the difference by the engine's experts alone, where the ch
 APART_RATIO, APART_ERRORS = 1.5, 5.0  # between engines of usual noise: of means, in standard errors
 SMALL_BUT_APART = 0.7  # confidence in engines that differ so
 UNRELATED = 0.5  # confidence, below R33: where nothing is alike, the token id explains much of D, too
+LARGEST_SURPRISE = 3.0  # Z of tokens that the trainer's distribution drew
+OPEN_ZEROS = 0.6  # confidence in missing log-probs where the others are wrong as well
+EVERYWHERE = 0.9  # of the rows are bad where weights differ
+BEYOND_NOISE = 5.0  # times the level: more than a sound engine that rounds more than was published
 VISION_WORDS = (".visual.", "vision_tower", "multi_modal_projector")
 VOCABULARY_WORDS = ("embed", "lm_head", "wte")
 
@@ -157,7 +161,7 @@ def hidden_transform(case: Case) -> Finding | None:
         rank=rank,
         mass=mass,
         temperature=case.setting.temperature,
-        surprise=case.surprise,
+        surprise=case.surprise(),
         mean_abs=case.mean_abs,
         **penalty_fields(case, p),
     )
@@ -211,14 +215,31 @@ def lengths_differ(case: Case) -> Finding | None:
 
 
 def foreign_tokens(case: Case) -> Finding | None:
-    """R18: spans of exact zeros were not sampled (tool output, environment)."""
+    """R18, R60: spans of exact zeros: tokens that were not sampled, or log-probs that are missing.
+
+    Sampled tokens are as likely as the model expects. Where the other tokens are wrong as well, it
+    is not known after which tokens the model should have sampled these.
+    """
     table = case.table
     zero = (table.engine == 0.0) & (table.trainer < -0.05)
     runs = run_lengths(zero, table.sequence)
     long = runs[runs >= MIN_RUN]
     if not len(long):
         return None
-    return finding("R18", count=len(long), longest=long.max(), trainer=table.trainer[zero].mean())
+    surprise = case.surprise(table.index[zero])
+    others = 0.0 if zero.all() else float(np.abs(table.difference[~zero]).mean())
+    if surprise < -LARGEST_SURPRISE:
+        return None  # likelier than sampled ones: drawn from fewer tokens, whose only one has a log-prob of 0
+    is_open = others > case.level
+    return finding(
+        "R60.missing" if is_open or surprise < LARGEST_SURPRISE else "R18",
+        OPEN_ZEROS if is_open else None,
+        count=len(long),
+        longest=long.max(),
+        trainer=table.trainer[zero].mean(),
+        surprise=surprise,
+        others=others,
+    )
 
 
 def duplicate_samples(case: Case) -> Finding | None:
@@ -464,15 +485,23 @@ def token_bias(case: Case) -> Finding | None:
     return finding("R55" if added else "R26", share=explains, count=len(bad), ids=ids)
 
 
+def bad_share(case: Case) -> float:
+    return float(np.mean(breaks(case.table).mean > case.level))
+
+
 def are_unrelated(case: Case) -> bool:
     metrics = case.measurement.metrics
     return metrics["mean_abs"] >= 1.0 and metrics["logprob_pearson"] <= 0.35
 
 
 def other_checkpoint(case: Case) -> Finding | None:
-    """R33: engine and trainer hold different checkpoints."""
-    if not case.unexplained or not are_unrelated(case):
+    """R33: engine and trainer hold different checkpoints, or perhaps related ones."""
+    if not case.unexplained:
         return None
+    if not are_unrelated(case):
+        first, share = np.abs(case.table.difference[case.table.turn_position == 0]).mean(), bad_share(case)
+        is_large = case.mean_abs > BEYOND_NOISE * case.level and first > case.mean_abs / BAD_RATIO
+        return finding("R33.related", share=share, first=first) if is_large and share > EVERYWHERE else None
     return finding(
         "R33",
         correlation=case.measurement.metrics["logprob_pearson"],
@@ -500,8 +529,8 @@ def window_differs(case: Case) -> Finding | None:
 
 
 def positions_differ(case: Case) -> Finding | None:
-    """R49: |D| rises with position from the start."""
-    if not case.unexplained:
+    """R49: |D| rises with position from the start, in every sequence."""
+    if not case.unexplained or bad_share(case) < EVERYWHERE:
         return None
     shape = trend(case.table.position, np.minimum(np.abs(case.table.difference), 5.0))
     if shape is None or shape.line < 0.6 or shape.line < shape.step - 0.05 or shape.last < 1.5 * shape.first:

@@ -15,13 +15,11 @@ MIN_SEGMENT = 5
 class Trend:
     """Fit of mean |D| over positions.
 
-    R squared of a line and of a step, the position of the step, and the mean of the first and last
-    quarter.
+    R squared of a line and of a step, and the mean of the first and last quarter.
     """
 
     line: float
     step: float
-    step_place: float
     first: float
     last: float
 
@@ -40,12 +38,10 @@ def trend(position: Ints, size: Floats) -> Trend | None:
     misses = [
         ((y[:k] - y[:k].mean()) ** 2).sum() + ((y[k:] - y[k:].mean()) ** 2).sum() for k in range(1, num_bins)
     ]
-    place = int(np.argmin(misses)) + 1
     quarter = num_bins // 4
     return Trend(
         line=float(line),
         step=float(1 - min(misses) / spread),
-        step_place=float(position[bins[place][0]]),
         first=float(y[:quarter].mean()),
         last=float(y[-quarter:].mean()),
     )
@@ -69,17 +65,15 @@ def onset(position: Ints, difference: Floats, level: float) -> int | None:
 class Breaks:
     """The cut of each sequence at the largest change of |D|, all [sequences].
 
-    `before_count` tokens precede the cut, `place` is its absolute position; mean |D| before it,
-    mean and median after it, and the mean of the sequence.
+    `place` is its absolute position; mean |D| before it, mean and median after it, and the mean of
+    the sequence.
     """
 
-    before_count: Ints
     place: Ints
     before: Floats
     after: Floats
     after_median: Floats
     mean: Floats
-    sequence: Ints
 
 
 def breaks(table: TokenTable) -> Breaks:
@@ -88,12 +82,12 @@ def breaks(table: TokenTable) -> Breaks:
     Shorter sequences are not cut: all their fields hold the mean.
     """
     size = np.minimum(np.abs(table.difference), 5.0)
-    names, starts = np.unique(table.sequence, return_index=True)
-    columns: list[tuple[int, int, float, float, float, float]] = []
+    _, starts = np.unique(table.sequence, return_index=True)
+    columns: list[tuple[int, float, float, float, float]] = []
     for start, end in zip(starts, [*starts[1:], len(size)], strict=True):
         sizes, overall = size[start:end], float(size[start:end].mean())
         if len(sizes) < 2 * MIN_SEGMENT:
-            columns.append((0, int(table.position[start]), overall, overall, overall, overall))
+            columns.append((int(table.position[start]), overall, overall, overall, overall))
             continue
         sums, counts = np.cumsum(sizes)[:-1], np.arange(1, len(sizes))
         left, right = sums / counts, (sizes.sum() - sums) / (len(sizes) - counts)
@@ -101,9 +95,8 @@ def breaks(table: TokenTable) -> Breaks:
         inner = slice(MIN_SEGMENT - 1, len(sizes) - MIN_SEGMENT)
         cut = int(np.argmax(gain[inner])) + MIN_SEGMENT - 1
         broken, mid = int(table.position[start + cut + 1]), float(np.median(sizes[cut + 1 :]))
-        columns.append((cut + 1, broken, float(left[cut]), float(right[cut]), mid, overall))
-    count, place, before, after, median, mean = (np.array(column) for column in zip(*columns, strict=True))
-    return Breaks(count, place, before, after, median, mean, names)
+        columns.append((broken, float(left[cut]), float(right[cut]), mid, overall))
+    return Breaks(*(np.array(column) for column in zip(*columns, strict=True)))
 
 
 def explained_by_key(keys: Ints, values: Floats) -> float:

@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from areal_core.engine.logits import output_layer
 from areal_core.engine.lora import FILE_PREFIX, Adapter, merged_weight
-from areal_core.engine.model import attention_of, cache_argument, checkpoint_names, own_attention
-from consistency.score import load_scorer, score_logprobs
+from areal_core.engine.model import checkpoint_names
+from consistency.score import load_scorer, logprobs_after, read_prefix, score_logprobs
 from consistency.tokens import Completion, Floats, sequences_from_completions
 
 BEFORE, AFTER, OTHER = "before", "after", "other"  # kinds of values
@@ -120,21 +119,15 @@ class KnownWeights:
         self, rows: Rows, num_cached: Sequence[int], old: WeightSet, new: WeightSet
     ) -> list[Floats]:
         """Do as `logprobs`, with keys and values of the first tokens of each row from old weights."""
-        model = self.scorer.model
-        argument, caches, found = cache_argument(type(model).forward), [], []
-        ids = [torch.tensor([[*prompt, *tokens]]) for prompt, tokens in rows]
-        with attention_of(model, own_attention(model)):
-            self.load(old)
-            for row, count in zip(ids, num_cached, strict=True):
-                caches.append(DynamicCache())
-                if count:
-                    model(input_ids=row[:, :count], use_cache=True, **{argument: caches[-1]})
-            self.load(new)
-            for row, count, cache, (_, tokens) in zip(ids, num_cached, caches, rows, strict=True):
-                logits = model(input_ids=row[:, count:], use_cache=True, **{argument: cache}).logits[0]
-                logprobs = logits.float().log_softmax(-1)[:-1].gather(1, row[0, count + 1 :, None])[:, 0]
-                of_completion = logprobs[-len(tokens) :].double().numpy()
-                found.append(np.pad(of_completion, (len(tokens) - len(of_completion), 0)))
+        ids = [np.array([*prompt, *tokens]) for prompt, tokens in rows]
+        self.load(old)
+        caches = [read_prefix(self.scorer, row[:count]) for row, count in zip(ids, num_cached, strict=True)]
+        self.load(new)
+        found = []
+        for row, count, cache, (prompt, tokens) in zip(ids, num_cached, caches, rows, strict=True):
+            at = np.arange(max(len(prompt), count + 1), len(row)) - count
+            scored = logprobs_after(self.scorer, cache, row[count:], at)
+            found.append(np.pad(scored, (len(tokens) - len(scored), 0)))
         return found
 
 

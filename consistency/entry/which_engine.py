@@ -43,11 +43,10 @@ from consistency.tensors import (
     StaleTensors,
     find_stale_tensors,
     fit,
-    mean_abs,
     nats_gained,
 )
 from consistency.tokens import Floats, Ints, Sequences
-from consistency.transforms import replay, select_rows, spread_rows, tokens_within, usable_or
+from consistency.transforms import bounded, replay, select_rows, spread_rows, tokens_within, usable_or
 from recorder import Record, RecordedStep
 
 # The share of tokens that the right options draw again: rounding at the bounds of a token's share
@@ -292,7 +291,7 @@ def examine_version(tokens: Tokens) -> Examined:
         return Examined(Suspect("tokenizer", "another tokenizer", "high", str(error)), num_tokens, str(error))
     base = score_logprobs(now, rows, temperature=tokens.temperature)
     rows.engine_logprobs[rows.scored] = usable_or(rows.engine_logprobs[rows.scored], base)
-    difference = mean_abs(rows.engine_logprobs[rows.scored] - base)
+    difference = bounded(rows.engine_logprobs[rows.scored] - base).mean()
     facts = (
         f"{num_tokens} tokens of version {tokens.version}, log-probs as of its weights "
         f"(mean |difference| {difference:.2g})"
@@ -399,7 +398,7 @@ def suspect_options(tokens: Tokens, now: Scorer, draws: Draws | None) -> Suspect
         option = f"{transform.name} {transform.parameter:.3g}"
         cause = f"tokens drawn with {option}, not in the config ({describe_config(tokens, transform.name)})"
         return Suspect("sampling parameters", cause, by_evidence(nats, num_tokens), evidence)
-    if mean_abs(replays.engine - replays.base) > tokens.level:
+    if bounded(replays.engine - replays.base).mean() > tokens.level:
         return suspect_other(tokens)
     return None
 

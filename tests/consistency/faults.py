@@ -11,18 +11,17 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from areal_core.engine.attention import PACKED
 from consistency import transforms
-from consistency.alternatives.probes import adapter_scales, partial_alternatives
+from consistency.alternatives.probes import ProbeInputs, adapter_scales, partial_alternatives, stale_prefixes
 from consistency.alternatives.variants import best_of, variant_alternatives, variants_of
-from consistency.case import NOISE, Alternative, Setting
-from consistency.score import Scorer, score, scorer_of
+from consistency.case import NOISE, Request, Setting
+from consistency.score import Scorer, logprobs_after, read_prefix, score, scorer_of
 from consistency.tokens import Completion, Sequences, sequences_from_completions
+from consistency.transforms import Prediction
 
 from .faulty_engine import FaultyEngine, draw, report, sample_rows, sequences_of
 from .models import ARCHITECTURE, BOS, VOCABULARY_SIZE, peaked_model
 
 NUM_ROWS, PROMPT_LENGTH, NUM_TOKENS = 40, 12, 80
-
-
 SETTING = Setting(vocabulary_size=VOCABULARY_SIZE, noise=NOISE["bfloat16"])
 
 
@@ -52,7 +51,7 @@ class Given:
 
     sequences: Sequences
     setting: Setting = SETTING
-    alternatives: Sequence[Alternative] = ()
+    alternatives: Sequence[Prediction] = ()
 
 
 def make_world(seed: int, noise: float) -> World:
@@ -110,7 +109,7 @@ def with_other(cause: str, name: str, size: float = 0.15) -> Callable[[World], G
     def build(world: World) -> Given:
         other = moved(world.trainer, world.seed, size)
         sequences = world.sample(other)
-        return Given(sequences, alternatives=[Alternative(cause, name, score(other, sequences).logprob)])
+        return Given(sequences, alternatives=[Prediction(cause, name, 0.0, score(other, sequences).logprob)])
 
     return build
 
@@ -264,6 +263,29 @@ def zero_spans(values: np.ndarray, world: World) -> np.ndarray:
     return values
 
 
+def tool_output(world: World) -> Given:
+    """Every fourth row has a span of random tokens, whose logprobs were filled with 0."""
+    rows = world.sample()
+    span = rows.scored.reshape(NUM_ROWS, NUM_TOKENS)[::4, 20:32]
+    rows.input_ids[span] = world.random().integers(3, VOCABULARY_SIZE, span.shape)
+    rows.engine_logprobs[rows.scored] = report(world.engine(), rows, world.seed)
+    rows.engine_logprobs[span] = 0.0
+    return Given(rows)
+
+
+def stale_prompts(world: World) -> Given:
+    """Every second prompt was cached under other weights, but for its last tokens."""
+    other, rows = moved(world.trainer, world.seed), world.sample()
+    places = rows.scored.reshape(NUM_ROWS, NUM_TOKENS)
+    for row in range(0, NUM_ROWS, 2):
+        ids, at = rows.input_ids[rows.row(row)], places[row] - rows.cu_seqlens[row]
+        cache = read_prefix(other, ids[:8])
+        rows.engine_logprobs[places[row]] = logprobs_after(world.trainer, cache, ids[8:], at - 8)
+    now = score(world.trainer, rows).logprob
+    inputs = ProbeInputs(world.trainer, rows, Request(""), SETTING, "float32")
+    return Given(rows, alternatives=stale_prefixes(inputs, other, "the previous checkpoint", now))
+
+
 def few_far_off(values: np.ndarray, world: World) -> np.ndarray:
     rng = world.random()
     return np.minimum(values + (rng.random(values.shape) < 0.03) * rng.normal(0, 1.0, values.shape), -1e-3)
@@ -347,7 +369,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "missing BOS": ("R15", missing_bos),
     "hidden system prompt": ("R16", hidden_context),
     "last logprob missing": ("R17", missing_last_logprob),
-    "tool output in the mask": ("R18", reported(zero_spans)),
+    "tool output in the mask": ("R18", tool_output),
     "stale weights": ("R24", with_other("R24", "previous checkpoint")),
     "barely stale weights": ("R24", with_other("R24", "previous checkpoint", 0.05)),
     "one stale layer": ("R25", one_stale_layer),
@@ -377,10 +399,12 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "a skipped layer": ("R25", variant("layer 1 skipped")),
     "a skipped norm": ("R25", variant("post_attention_layernorm skipped")),
     "another activation": ("R54", variant("the activation relu")),
-    "output layer of zeros": ("R26", variant("an output layer of zeros")),
+    "output layer of zeros": ("R26", variant("an output layer, or an embedding, of zeros")),
     "soft cap": ("R50", with_transforms(**both(transforms.soft_cap, cap=5.0))),
     "narrow window": ("R52", narrow_window),
     "vocabulary padding": ("R53", with_transforms(**both(transforms.padded_vocabulary, num_padding=64.0))),
     "policy moved": ("R57", stitched(lambda row, place: row % 2 == 0, versions=versions)),
     "NaN": ("R60", reported(some_nan)),
+    "missing logprobs": ("R60", reported(zero_spans)),
+    "cache kept, unrecorded": ("R29", stale_prompts),
 }  # fmt: skip

@@ -27,6 +27,11 @@ def test_stale_engine_is_unknown_until_the_previous_checkpoint_is_given(record, 
     assert (code, found["causes"][0]["id"]) == (1, "R24")
 
 
+def test_a_mistyped_model_is_refused_before_anything_is_loaded(record):
+    for done in (run(record, option, "modle") for option in ("--model", "--previous", "--base")):
+        assert (done.exit_code, "there is no model at modle" in done.output) == (2, True)
+
+
 def test_first_weights_are_not_compared_with_later_steps(model, tmp_path):
     record = write_record(tmp_path / "record", model, num_steps=2, updated=True)
     done = run(record, "--step", 1)

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from consistency import transforms
 from consistency.checks import recognise
 from consistency.diagnose import Diagnosis, diagnose
 from consistency.score import score
+from consistency.tensors import evidence
 from consistency.transforms import replay
 
 from .faults import CLEAN, FAULTS, Given, World, bfloat16_logits, make_world, stitched, with_transforms
@@ -18,9 +20,9 @@ from .faults import CLEAN, FAULTS, Given, World, bfloat16_logits, make_world, st
 FIRST = {cause: name for name, (cause, _) in reversed(FAULTS.items())}
 # Like another fault of this list to the code that finds it.
 ALIKE = {"re-tokenised", "output bias", "soft cap", "rows of the output layer", "adapter not loaded"}
-# Found in live engines and in records, too, by test_live_engine.py and test_consistency_verb.py.
-ALIKE |= {"cache kept", "policy moved", "top-p renormalised"}
+# Found in live engines and in records as well, by test_live_engine.py and test_consistency_verb.py.
 ALIKE |= {
+    *("cache kept", "policy moved", "top-p renormalised"),
     *("temperature applied twice", "EOS forbidden at first", "hidden system prompt", "one stale layer"),
     *("update in flight", "one stale worker", "int4 engine", "few tokens far off", "every third token"),
     *("narrow window", "vocabulary padding", "wrong sign"),
@@ -43,12 +45,6 @@ def planted(name: str) -> Given:
     return FAULTS[name][1](world())
 
 
-@functools.cache
-def diagnosis_of_planted(name: str) -> Diagnosis:
-    """Return the diagnosis of a fault in the usual world."""
-    return diagnosis_of(planted(name), world())
-
-
 def diagnosis_of(given: Given, at: World) -> Diagnosis:
     scores = score(at.trainer, given.sequences, temperature=given.setting.temperature)
     setting = given.setting
@@ -59,7 +55,7 @@ def diagnosis_of(given: Given, at: World) -> Diagnosis:
 @pytest.mark.parametrize("name", BY_CAUSE)
 def test_planted_fault_is_the_first_cause(name):
     cause = FAULTS[name][0]
-    found = diagnosis_of_planted(name)
+    found = diagnosis_of(planted(name), world())
     assert found.causes[0].id == cause, [(f.id, f.confidence, f.evidence) for f in found.causes]
     assert found.verdict == ("healthy" if cause == "R57" else "mismatch")
     assert found.causes[0].confidence > 0.5
@@ -79,14 +75,7 @@ def test_right_cause_comes_first_in_95_percent_whatever_seed_and_noise(seed, noi
     assert len(wrong) <= 0.05 * len(FAULTS), wrong
 
 
-@pytest.mark.parametrize(
-    ("seed", "noise"),
-    [
-        *(pytest.param(*one, marks=pytest.mark.long) for one in ((10, 0.003), (11, 0.01))),
-        (12, 0.02),
-        (13, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("seed", "noise"), [(12, 0.02), (13, 0.0)])
 def test_clean_engine_is_healthy(seed, noise):
     found = diagnosis_of(CLEAN(make_world(seed, noise)), make_world(seed, noise))
     assert (found.verdict, [f.id for f in found.causes]) == ("healthy", ["R35"])
@@ -124,11 +113,21 @@ def test_one_bad_engine_without_its_column_is_unknown_and_it_is_requested():
     assert "record the engine of each sequence (worker)" in found.causes[0].fix
 
 
+def test_zeros_in_place_of_logprobs_have_no_second_cause():
+    found = diagnosis_of(planted("missing logprobs"), world())
+    assert [finding.id for finding in found.causes] == ["R60"]
+
+
 def test_two_faults_at_once_are_both_named():
     rounded = with_transforms(
         reports=transforms.bfloat16_logits, draws=functools.partial(transforms.top_k, top_k=20)
     )(dataclasses.replace(world(), noise=0.002))
     assert {f.id for f in diagnosis_of(rounded, world()).causes if f.fault} == {"R04", "R37"}
+
+
+def test_a_tensor_without_effect_on_the_tokens_is_no_likelier_than_noise():
+    nats, noise = evidence(torch.zeros(4, 4, dtype=torch.double), torch.full((4,), 2.0, dtype=torch.double))
+    assert (nats, noise) == (pytest.approx(-4 * np.log(2.0)), 2.0)
 
 
 def test_clean_logits_are_not_reported_as_rounded():
@@ -140,11 +139,13 @@ def test_clean_logits_are_not_reported_as_rounded():
 @pytest.mark.parametrize(("correlation", "first"), [(0.1, "R33"), (0.9, "R27")])
 def test_a_token_bias_is_less_sure_than_other_weights_where_nothing_is_alike(correlation, first):
     ids = np.repeat(np.arange(30), 20)
-    table = SimpleNamespace(token_id=ids, difference=-1.0 - ids / 10, trainer=np.full(600, -4.7))
+    columns = {"sequence": ids, "position": ids, "turn_position": ids, "trainer": np.full(600, -4.7)}
+    table = SimpleNamespace(token_id=ids, difference=-1.0 - ids / 10, **columns)
     case = SimpleNamespace(
         unexplained=True,
         table=table,
         level=0.01,
+        mean_abs=2.4,
         setting=SimpleNamespace(added_token_ids=frozenset(), vocabulary_size=100),
         measurement=SimpleNamespace(metrics={"mean_abs": 2.4, "logprob_pearson": correlation}),
     )

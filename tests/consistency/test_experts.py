@@ -52,39 +52,12 @@ def sampled_from(folder, **options):
     return replace(packed, experts=np.concatenate(experts))
 
 
-@pytest.fixture(scope="module")
-def rows(folder):
-    return sampled_from(folder)
-
-
-@pytest.fixture(scope="module")
-def trained(folder, tmp_path_factory):
-    """Return a copy of the model with other routers."""
-    model = load_model(str(folder), dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("mlp.gate.weight"):
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
-    other = tmp_path_factory.mktemp("other")
-    model.save_pretrained(other)
-    make_tiny_tokenizer().save_pretrained(other)
-    return other
-
-
 def diagnosis(rows, model):
     return check(Sampled({"rows": rows}, SAMPLING), Request(str(model))).diagnosis
 
 
-def test_other_experts_are_named(rows, trained):
-    found = diagnosis(rows, trained)
-    cause = found.causes[0]
-    assert (cause.id, cause.name) == ("R42", "engine and trainer choose different experts")
-    assert cause.confidence > 0.95
-    assert found.measurement.metrics["mean_abs"] > 0.01
-
-
-def test_equal_routers_are_healthy(rows, folder):
-    assert diagnosis(rows, folder).verdict == "healthy"
+def test_equal_routers_are_healthy(folder):
+    assert diagnosis(sampled_from(folder), folder).verdict == "healthy"
 
 
 @pytest.mark.parametrize(
@@ -111,6 +84,6 @@ def test_the_mismatch_is_split_into_the_choice_of_experts_and_their_weights(tmp_
     model.save_pretrained(tmp_path / "other")
     make_tiny_tokenizer().save_pretrained(tmp_path / "other")
     (cause, *_) = diagnosis(rows, tmp_path / "other").causes
-    assert (cause.id, cause.name) == ("R42", name)
+    assert (cause.id, cause.name, cause.confidence > 0.95) == ("R42", name, True)
     live, ids, both = map(float, re.findall(r"([\d.e-]+) with the ", cause.evidence))
     assert both < 1e-6 < ids < live

@@ -135,6 +135,11 @@ def test_a_number_out_of_range_is_refused_by_its_name(query, field, value):
     assert field in query("/generate", body, status=400)["message"]
 
 
+def test_tokens_that_are_given_are_not_scored(query):
+    body = {"input_ids": PROMPT, "logprob_start_len": 1, "return_logprob": True}
+    assert "scores given tokens; SGLang does" in query("/generate", body, status=400)["message"]
+
+
 def test_the_smallest_temperature_is_greedy_and_fails_no_request_of_its_wave(query):
     greedy, tiny = (
         query("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3, "temperature": t}})
