@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_core.launch.server_process import free_port
+from areal_core.testing import make_tiny_model
 from areal_debug.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides.md").read_text()
@@ -125,6 +126,7 @@ def test_the_guides_work_as_written(folder):
 def test_a_quick_recipe_prints_what_its_comment_says(folder, monkeypatch, command, printed):
     command, _, comment = command.partition("    # ")
     assert comment == printed
+    make_tiny_model(folder / "model")  # as the page does before
     monkeypatch.chdir(folder)
     monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "127.0.0.1:30000")  # the page has exported it
     done = CliRunner().invoke(main, shlex.split(command)[1:], catch_exceptions=False)

@@ -158,7 +158,7 @@ def test_what_diagnoses_needs_no_extra(tmp_path):
         (["replay", "RECORD"], "train"),
         (["eval", "gsm8k_grpo", "--baseline", "-q"], "train"),
         (["serve", "--model", "m", "--backend", "embedded"], "train"),
-        (["consistency", "RECORD", "--model", "."], "train"),
+        (["consistency", "RECORD"], "train"),
         (["record", "archive", "RECORD", "--to", "a.zip"], "archive"),
         (["record", "export", "RECORD", "--format", "hf", "--to", "a"], "archive"),
         (["query", "RECORD", "select 1"], "query"),

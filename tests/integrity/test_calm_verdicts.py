@@ -290,7 +290,7 @@ def evaluated(change: Callable[[Path], object], folder: Path) -> str:
 
 def other_prompts(folder: Path) -> None:
     file = folder / "samples-0.jsonl"
-    file.write_text(file.read_text().replace('"prompt": "?"', '"prompt": "!"'))
+    file.write_text(file.read_text().replace('"prompt": "', '"prompt": "another '))
 
 
 def dry_run(option: str, folder: Path) -> str:

@@ -258,7 +258,7 @@ function listen() {
   matchMedia("(max-width: 760px)").addEventListener("change", () => { if (table.view) table.draw(); if (groupTable.view) groupTable.draw(); });
   addEventListener("resize", () => sample.step && sample.drawMap());
   addEventListener("keydown", pressed);
-  addEventListener("hashchange", () => goTo({ compare: "", ...parsePlace(location.hash) }));
+  addEventListener("hashchange", ({ newURL }) => goTo({ compare: "", ...parsePlace(new URL(newURL).hash) }));
   at("theme").addEventListener("click", nextTheme);
   at("help-open").addEventListener("click", () => at("help").showModal());
   at("metrics-open").addEventListener("click", () => curves.pick(at("metrics")));
