@@ -51,9 +51,13 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def find_name(quantity: str, names: Sequence[str]) -> str | None:
-    """Return the first of a run's names that a framework logs a quantity under, or None."""
-    patterns = QUANTITIES[quantity]["names"]
-    return next((name for pattern in patterns for name in names if fnmatch(name, pattern)), None)
+    """Return the first of a run's names that a framework logs a quantity under, or None.
+
+    `KL beside DeltaLossPi` is `KL` in a run that logs `DeltaLossPi` as well.
+    """
+    rows = (row.split(" beside ") for row in QUANTITIES[quantity]["names"])
+    pairs = ((name, pattern) for pattern, *beside in rows if {*beside} <= {*names} for name in names)
+    return next((name for name, pattern in pairs if fnmatch(name, pattern)), None)
 
 
 def family_of(names: Sequence[str]) -> str:

@@ -43,7 +43,8 @@ def onset(series: Series, worse: Worse, in_ratios: bool = False) -> int:
         return first
     rise = max(0.0, slopes[1]) * (x[end] - x[start]) + max(0.0, slopes[2]) * (x[-1] - x[end])
     bends_up = slopes[1] > max(slopes[0], 0.0) and slopes[1] * (x[end] - x[start]) >= LEAST_SHARE * rise
-    if not bends_up and slopes[2] <= max(slopes[1], 0.0):
+    early = float(np.dot(slopes[:2], np.diff(x[[0, start, end]])))  # before the second bend
+    if not bends_up and (slopes[2] <= max(slopes[1], 0.0) or early > slopes[2] * (x[-1] - x[end])):
         return first
     bend = start if bends_up else end
     before, after = bend - 1, min(bend + 2, len(x) - 1)

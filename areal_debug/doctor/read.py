@@ -161,14 +161,12 @@ def judged(by_name: Mapping[str, Series], given: Mapping[str, str] | None = None
         series.pop("preference_accuracy", None)  # of tokens, or of answers
     elif not any(name in series for name in (*OF_REWARDS[:-1], *(given or {}))):
         series.pop("reward", None)  # the mean score of pairs: its level means nothing
-    entropy = series.get("entropy")
-    if (
-        entropy is not None
-        and "loss" in entropy.name
-        and len(entropy.finite.values)
-        and entropy.finite.values.max() <= 0
-    ):
-        series["entropy"] = replace(entropy, values=-entropy.values)  # a loss is the negative entropy
+    entropy = series.get("entropy", NOTHING)
+    if re.search("(?i)ent[a-z_]* ?loss", entropy.name) and entropy.finite.first <= 0:
+        entropy = replace(entropy, values=-entropy.values)  # a loss is the negative entropy
+        series["entropy"] = entropy
+    if min(entropy.finite.first, entropy.finite.last) < 0:
+        del series["entropy"]  # of a density (continuous actions): its level and ratios mean nothing
     return series
 
 

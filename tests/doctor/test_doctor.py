@@ -93,7 +93,7 @@ LEVELS = "step:4 - critic/rewards/mean:0.5 - critic/rewards/max:1.0 - critic/rew
         (3, ["0.693100", "0.000000", "0.000000"], "D18"),  # of a notebook's table
         (3, [1.06, 0.0, 1.1], None),
         (3, "{'loss': 0.0, 'completion_length': 30.0}", None),  # of GRPO, whose loss is 0
-        (3, "{'loss': 0.69, 'rewards/chosen': 0.1, 'logits/chosen': nan}", "D18"),
+        (3, "{'loss': 0.69, 'rewards/chosen': 0.1, 'logits/chosen': nan, 'kl': 4.0}", "D18"),  # of KTO: a sum
         (12, [0.97, 1.37, 1.24, 0.96, 1.03, 1.17] * 2, "D13"),  # each epoch has the same losses
         (11, [0.97, 1.37, 1.24, 0.96, 1.03, 1.17, 0.97, 1.37, 1.24, 0.96, 1.02], None),
     ],

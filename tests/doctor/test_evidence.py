@@ -52,8 +52,7 @@ def write_log(file, line_of):
 @pytest.mark.parametrize(("printed", "expected"), [("0.000", []), ("0.0", ["D13"]), ("0e-07", ["D13"])])
 def test_a_number_that_is_rounded_to_0_is_not_0(printed, expected, tmp_path):
     line = f"step:{{}} - critic/score/mean:{{:.3f}} - actor/lr:{printed} - actor/entropy:0.512"
-    file = write_log(tmp_path / "train.log", lambda step: line.format(step, 0.3 + step / 200))
-    _, found = diagnosed(file)
+    _, found = diagnosed(write_log(tmp_path / "train.log", lambda step: line.format(step, 0.3 + step / 200)))
     assert [alarm["id"] for alarm in found["alarms"]] == expected
     assert ("D13" in found["checks"]["unobserved"]) == (not expected)
 
@@ -87,6 +86,11 @@ def test_few_checks_are_no_health(tmp_path):
         ({"sampling/sampling_logp_difference/mean": scattered(0.08, 0.005)}, ["D24"]),
         ({"completions/clipped_ratio": scattered(np.where(X > 0.9, 0.6, 0.01), 0.005)}, ["D20"]),
         ({"completions/clipped_ratio": scattered(np.where(X > 0.94, 0.6, 0.01), 0.005)}, []),  # six steps
+        ({"completions/clipped_ratio": scattered(0.075, 0.005)}, []),  # usual where it stays
+        ({"completions/clipped_ratio": scattered(0.04 + 0.04 * X, 0.002)}, ["D20"]),
+        ({"entropy": np.zeros(0), "entropy_loss": scattered(-8 + 10 * X, 0.2)}, []),  # of a density
+        ({"rewards/length_penalty/mean": np.zeros(STEPS)}, []),  # none was due
+        ({"entropy": np.zeros(0), "losses/entropy": scattered(-1 - 3 * X, 0.2)}, []),
         ({"reward": scattered(np.where(X > 0.9, 0.1, 0.2 + 0.5 * X))}, ["D04"]),
         ({"reward": scattered(0.45 + 0.07 * np.minimum(1, 5 * X))}, ["D05"]),  # little, of all there is
         ({"reward": scattered(0.45 + 0.12 * X)}, []),

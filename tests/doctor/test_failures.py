@@ -390,6 +390,7 @@ def test_onset_is_the_bend_or_the_jump(steps, shape, worse):
     values = shape(x) + 0.05 * np.random.default_rng(0).normal(size=steps)
     values[5] += 40  # an outlier
     assert onset(Series("x", np.arange(steps), values), worse) / steps == pytest.approx(0.6, abs=0.05)
+    assert onset(Series("x", np.arange(steps), np.interp(x, [0, 0.3, 0.9, 1], [0, 3, 4, 5])), "up") == 0
 
 
 @pytest.mark.parametrize(("steps", "at"), [(60, 39), (200, 120), (400, 250)])

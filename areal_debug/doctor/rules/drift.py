@@ -11,7 +11,7 @@ from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import Series
 
 FAR = 1.0  # nat a token
-TOKENS = 100.0  # of a completion, over which TRL's `objective/kl` is a sum
+TOKENS = 100.0  # of a completion, over which TRL's `objective/kl` and the KL of KTO are sums
 GROWTH = 10.0
 LEAST_NEGATIVE = 0.01  # nat: an estimate over few samples may be a little below 0
 WORTH_A_LOOK = 0.2  # nat a token
@@ -27,7 +27,7 @@ def divergence_explodes(run: Run) -> Alarm | None:
     """
     series, reward = run.finite("reference_kl"), run.finite("reward")
     gains = reward.trend
-    scale = TOKENS if series.name.startswith("objective/") else 1.0
+    scale = TOKENS if series.name.startswith("objective/") or run.kind == "preferences" else 1.0
     is_far = series.sustained(lambda value: value > FAR * scale)
     at_once = (
         is_far

@@ -110,7 +110,8 @@ def weighted(terms: dict[str, Series], weights: dict[str, float] | None = None) 
 
 def term_is_dead(run: Run) -> Alarm | None:
     """D32: a term of the reward or loss, the KL, or one of several validation sets is always 0."""
-    logged = terms_of(run) | weighted_terms(run)
+    rewards = {name: one for name, one in terms_of(run).items() if "penal" not in name.lower()}  # 0: none due
+    logged = rewards | weighted_terms(run)
     divergence = run.finite("reference_kl")
     moves = "grad_norm" not in run.series or run.finite("grad_norm").last > 0
     is_off = weights(run).get("KL", ("", 1.0))[1] == 0.0
@@ -119,7 +120,6 @@ def term_is_dead(run: Run) -> Alarm | None:
     sets = [series.finite for series in validations(run) if len(series.finite.values) >= FEWEST_EVALUATIONS]
     if any(series.values.any() for series in sets):  # none is solved where the model solves nothing
         logged |= {f"the validation set {series.name}": series for series in sets}
-    rewards = terms_of(run)
     constant = {
         name: series
         for name, series in logged.items()
