@@ -163,8 +163,7 @@ def judged(by_name: Mapping[str, Series], given: Mapping[str, str] | None = None
         series.pop("reward", None)  # the mean score of pairs: its level means nothing
     entropy = series.get("entropy", NOTHING)
     if re.search("(?i)ent[a-z_]* ?loss", entropy.name) and entropy.finite.first <= 0:
-        entropy = replace(entropy, values=-entropy.values)  # a loss is the negative entropy
-        series["entropy"] = entropy
+        series["entropy"] = entropy = replace(entropy, values=-entropy.values)  # of a loss: negative
     if min(entropy.finite.first, entropy.finite.last) < 0:
         del series["entropy"]  # of a density (continuous actions): its level and ratios mean nothing
     return series

@@ -198,8 +198,7 @@ def score_rank(
         calls += [] if data is None else [((prompt, completion, prompt_ids, completion_ids), data)]
         found.append((row, completion, data is not None))
     chunks = [pool.submit_many(calls[at : at + CHUNK]) for at in range(0, len(calls), CHUNK)]
-    found_in = (outcome for chunk in chunks for outcome in chunk.result())
-    outcomes = (one if isinstance(one, float) else str(one).splitlines()[0] for one in found_in)
+    outcomes = (x if isinstance(x, float) else str(x).splitlines()[0] for of in chunks for x in of.result())
     return [
         Scored(
             step.manifest.step,

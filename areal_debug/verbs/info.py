@@ -124,8 +124,7 @@ def skills(names: tuple[str, ...], folder: Path | None, force: bool, as_json: bo
 @errors_as_sentences
 def examples(folder: Path | None, force: bool, as_json: bool) -> None:
     """Copy the example scripts, YAML files and data that the pages name; by default to ./examples."""
-    target = folder or Path("examples")
-    refuse_existing(target, force)
+    refuse_existing(target := folder or Path("examples"), force)
     shutil.copytree(EXAMPLES, target, ignore=shutil.ignore_patterns("__*"), dirs_exist_ok=True)
     if as_json:
         print_json({"to": target})
