@@ -31,7 +31,6 @@ SHOWN_CHARACTERS = 60  # of a prompt
 SHOWN_NUMBERS = 20  # of pairs
 # Columns of a model's facts, beside its measures.
 FACTS = {"truncated": "truncated>", "mean_tokens": "tokens>", "num_tokens": "tokens>"}
-# Facts of a model that change how its numbers are read.
 MISLEADING = {
     "missing": "samples that {1} lacks: {0:,}. The workflow left them out, or they failed",
     "repeated": "prompts of {1} with the text of an earlier one: {0:,}. They are counted as independent, so intervals "

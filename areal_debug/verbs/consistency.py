@@ -279,7 +279,8 @@ def check_recorded(
     if model is None and options["replay_weights"] and newest_version(record, steps) is not None:
         folder = click.get_current_context().with_resource(replayed_model(record, steps))
         model, source["model"] = folder, f"replayed to step {max(steps)}"
-    model = model or first_weights(record, steps)
+    if model is None or os.path.realpath(model) == os.path.realpath(record.header.model["path"]):
+        model = first_weights(record, steps)
     announce(f"scoring {count(len(steps), 'step')} of {path} with {model}")
     from consistency.check import check  # imports torch
     from consistency.source import read_record

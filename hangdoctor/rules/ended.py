@@ -58,7 +58,7 @@ def ended_otherwise(case: Case, graph: Graph) -> Verdict | None:
     elif stopped:
         summary = f"Nothing shows a hang: the job was ended from outside ({stopped})."
     else:
-        summary = f"Ranks {rank_ranges(lost)} lost a peer, and no log says which failed."
+        summary = f"Ranks {rank_ranges(lost) or 'unknown'} lost a peer, and no log says which failed."
     if case.snapshot.recovered:
         summary += " A later attempt ran on."
     return make_verdict("unknown", "low", blamed, summary, (), "records")

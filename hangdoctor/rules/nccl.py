@@ -111,7 +111,7 @@ def summary(case: Case, process: Process, kind: Found) -> str:
             f"whether {unread}, which {'was' if one else 'were'} not read, reached it is not known"
         )
         return f"{text}; {kind.says}." if kind.kind else f"{text}."
-    why = f"and {kind.says}" if kind.kind else "so check the network, the driver and the devices"
+    why = f"and {kind.says}" if kind.kind else "or one is a call ahead: compare steps, then the network"
     return f"All {len(case.ranks)} ranks wait in {where}: every rank reached it, {why}."
 
 
