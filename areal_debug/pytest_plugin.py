@@ -250,7 +250,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     )
     for one in replayed:
         if one.changes is not None:
-            write(f"{one.record} was rewritten:" if one.changes else f"{one.record} is unchanged")
+            write(f"{one.record} was written:" if one.changes else f"{one.record} is unchanged")
             for line in one.changes:
                 write(f"  {line}")
         if one.stale:

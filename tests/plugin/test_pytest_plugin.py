@@ -81,7 +81,7 @@ def test_the_mode_is_passed_on_and_what_was_written_is_shown(mode, run, requeste
     result = run(TEST, f"--areal-record={mode}")
     assert requested[0][1] == mode
     if mode == "rewrite":
-        result.stdout.fnmatch_lines(["records/one was rewritten:", "  step 0: 3 values"])
+        result.stdout.fnmatch_lines(["records/one was written:", "  step 0: 3 values"])
 
 
 def test_stale_and_unused_records_are_reported(run, requested):
