@@ -98,8 +98,7 @@ def test_the_record_of_another_run_is_left_alone(tmp_path, changes, words):
 
 def test_options_that_act_on_no_step_or_are_new_do_not_matter(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=3)
-    actor = {"lr": 1e-6, "path": "elsewhere", "of_a_newer_version": 1}
-    config = {"seed": 1, "actor": actor, "total_train_steps": 9}
+    config = {"seed": 1, "actor": {"lr": 1e-6, "path": "elsewhere", "newer": 1}, "total_train_steps": 9}
     resume_record(tmp_path / "record", 2, replace(HEADER, config=config))
     assert open_record(tmp_path / "record").steps == (0, 1)
 
