@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from areal_core.config import BaseExperimentConfig, DPOConfig, RWConfig, SFTConfig
-from areal_core.engine.optimizer import set_base_lr
 from areal_core.engine.ranks import Ranks, leave_ranks
 from areal_core.reward import RewardPool
 from areal_core.trainer.build import start_process
@@ -116,13 +115,7 @@ def build_trainer(
     }
     if stop_before is not None:
         hooks["stop_after"] = stop_before - 1
-    trainer = SUPERVISED.get(type(config), PPOTrainer)(config, **hooks)
-    recorded = replay_config(record, request.model, (), request.config)
-    for name, engine in trainer.engines.items():
-        options, before = (getattr(section, name).optimizer for section in (config, recorded))
-        if engine.schedule and options != before:  # an anchor has the recorded rate
-            set_base_lr(engine.schedule, options.lr)
-    return trainer
+    return SUPERVISED.get(type(config), PPOTrainer)(config, **hooks)
 
 
 def total_steps(record: Record, config: BaseExperimentConfig, start: int, last: int | None) -> int:
