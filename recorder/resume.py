@@ -78,7 +78,8 @@ def check_same_run(record: Record, header: RecordHeader) -> None:
     names = ACTING if header.trainer is None else record.header.config
     before = {name: record.header.config.get(name) for name in names}
     found = find_differences(before, within(before, parse_json(json_bytes(header.config), "config")))
-    for item in [item for item in found if not NOT_ACTING & set(item.where.split("."))][:1]:
+    item = next((item for item in found if not NOT_ACTING & set(item.where.split("."))), None)
+    if item is not None:
         text = f"{record.path} is the record of a run with {item.where}={item.recorded}, and this one has {item.current}"
         if header.trainer is None:
             raise RecordExists(f"{text}: to resume with other options of training, choose another folder")

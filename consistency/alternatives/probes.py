@@ -67,9 +67,9 @@ def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tup
     setting, rounding = inputs.setting, 0.0
     found = diagnose(setting)
     alternatives: list[Prediction] = []
+    is_small = sum(p.numel() for p in inputs.scorer.model.parameters()) <= MOST_TO_MEASURE
     for probe in PROBES:
         # Whatever is said, the noise floor of this model is needed to weigh it.
-        is_small = sum(p.numel() for p in inputs.scorer.model.parameters()) <= MOST_TO_MEASURE
         measures = found.verdict != "healthy" or (is_small and setting.noise.name != "float32")
         if is_settled(found, setting) and not (probe is probe_dtype and measures):
             break
