@@ -250,12 +250,13 @@ def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
 
 
 def unknown_values(sides: Mapping[str, Counter[str]]) -> list[str]:
-    """Return a phrase for each side; its count under "" is that of all rows."""
-    listed = {
-        side: ", ".join(f"{key} of {count}" for key, count in counts.items() if key)
-        for side, counts in sides.items()
-    }
-    return [f"{keys} of {sides[side]['']} rows in {side}" for side, keys in listed.items() if keys]
+    """Return a phrase for both sides, and for each; its count under "" is that of all rows."""
+    absent = [key for key in sides["A"] if key and all(one[key] == one[""] for one in sides.values())]
+    found = [f"{', '.join(absent)} in both"] if absent else []
+    for side, counts in sides.items():
+        keys = [f"{key} of {count}" for key, count in counts.items() if key and key not in absent]
+        found += [f"{', '.join(keys)} of {counts['']} rows in {side}"] if keys else []
+    return found
 
 
 def unknown_settings(left: RecordHeader, right: RecordHeader) -> list[str]:

@@ -12,6 +12,7 @@ when the next one begins: TRL logs its statistics after `on_step_end`.
 
 import base64
 import inspect
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from areal_core.engine.checksums import local_checksums
-from recorder import RecordedStep
+from recorder import Record, RecordedStep
 from recorder.documents import checksum
 from recorder.errors import RecordError
 from recorder.pictures.kinds import encoded
@@ -111,8 +112,13 @@ class TrainedStep:
 class Watcher:
     """What a recording and a replay do while a trainer trains: nothing, unless they say so."""
 
-    def begin(self, first_step: int) -> None:
-        """Training begins; `first_step` is not 0 after a resume."""
+    def begin(self, optimizer_step: int, number: int) -> int:
+        """Training begins, after a resume not at 0. Return the number of its first step: by default `number`."""
+        return number
+
+    def leaves(self, optimizer_step: int) -> bool:
+        """Return whether TRL shall generate at an optimizer step, as after a resume."""
+        return False
 
     def started(self, step: TrainedStep) -> None:
         """A step begins."""
@@ -295,14 +301,18 @@ class Observer(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         losses = self.trainer.num_iterations * args.steps_per_generation if self.generates else 0
-        self.next_step = (
-            state.global_step * args.gradient_accumulation_steps // losses if losses else state.global_step
+        number = (
+            -(-state.global_step * args.gradient_accumulation_steps // losses)
+            if losses
+            else state.global_step
         )
-        self.watcher.begin(self.next_step)
+        self.next_step = self.watcher.begin(state.global_step, number)
         self.weights_before = self.checksums()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End a step whose work is done; its statistics have been logged."""
+        if self.current is not None and self.watcher.leaves(state.global_step):
+            self.trainer._buffered_inputs, self.trainer._step = None, 0
         if self.current is not None and self.is_complete(self.current):
             self.finish()
 
@@ -556,6 +566,17 @@ def samples_of_batch(inputs: Mapping[str, Any], first: int) -> tuple[list[Sample
         for place, (ids, mask) in zip(order, rows, strict=True)
     }
     return [samples[place] for place in range(len(rows))], order
+
+
+def count_before(record: Record, rank: int, optimizer_step: int) -> int:
+    """Return how many recorded steps began before an optimizer step of TRL."""
+    return bisect_left(record.steps, optimizer_step, key=lambda number: begin_of(record, rank, number))
+
+
+def begin_of(record: Record, rank: int, number: int) -> int:
+    """Return the optimizer step of TRL at which a recorded step began."""
+    begin: int = record.step(number).plan(rank).details["optimizer_step"]
+    return begin
 
 
 def samples_of_step(step: RecordedStep, rank: int) -> list[Sample]:

@@ -41,12 +41,11 @@ class OneStep(Replaying):
         self.number, self.before, self.is_alone = number, before, bool(before)
         self.numbers: dict[str, float] = {}  # of the first update
 
-    def begin(self, first_step: int) -> None:
+    def begin(self, optimizer_step: int, number: int) -> int:
         """Check that the record begins where the trainer stands, or take the weights."""
-        if not self.is_alone:
-            super().begin(first_step)
         for model, weights in zip(models_of(self.trainer), self.before, strict=False):
             model.load_state_dict(weights)
+        return number if self.is_alone else super().begin(optimizer_step, number)
 
     def started(self, step: TrainedStep) -> None:
         """Read the step from the record, and keep the weights before it."""

@@ -3,10 +3,21 @@
 import os
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+from recorder import open_record
+from recorder.format import RECORD_FILE
 from recorder.trainers.recorder import Recorder
-from replayer.trl.observing import Generators, LossCall, Observer, TrainedStep, Watcher, known_name
+from replayer.trl.observing import (
+    Generators,
+    LossCall,
+    Observer,
+    TrainedStep,
+    Watcher,
+    count_before,
+    known_name,
+)
 
 
 def record(trainer: Any, folder: str | os.PathLike[str], *, checksums: bool = True, **options: Any) -> None:
@@ -19,7 +30,8 @@ def record(trainer: Any, folder: str | os.PathLike[str], *, checksums: bool = Tr
         trainer: a GRPOTrainer, SFTTrainer or DPOTrainer of TRL, or of a class derived from one.
         folder: of the record.
         checksums: of the trained parameters after each optimizer step, which a replay compares.
-        options: of `Recorder`, such as `overwrite`, `text`, `when_slow` and `when_failing`.
+        options: of `Recorder`, such as `overwrite`, `text`, `when_slow` and `when_failing`; `resume`
+            is True after a resume.
 
     Raises:
         UnknownTrainer: it is none of them, or of a version of TRL with other methods.
@@ -56,8 +68,11 @@ class Recording(Watcher):
         self.generators = Generators(trainer.accelerator.device)
         self.recorder: Recorder | None = None
 
-    def begin(self, first_step: int) -> None:
-        """Open the folder."""
+    def begin(self, optimizer_step: int, number: int) -> int:
+        """Open the folder. A record keeps the steps that began before `optimizer_step`.
+
+        TRL leaves the rest of a generation when it resumes in the middle of it.
+        """
         trainer, accelerator = self.trainer, self.trainer.accelerator
         self.recorder = Recorder(
             self.folder,
@@ -68,9 +83,14 @@ class Recording(Watcher):
             trainer_version=version("trl"),
             rank=accelerator.process_index,
             num_ranks=accelerator.num_processes,
-            resume=first_step > 0,
-            **self.options,
+            **{"resume": optimizer_step > 0, **self.options},
         )
+        if not (optimizer_step and (Path(self.folder) / RECORD_FILE).exists()):
+            return number
+        record = open_record(self.folder)
+        is_ours = record.header.trainer == "trl"  # else `Recorder` says so at the first step
+        count = count_before(record, self.recorder.rank, optimizer_step) if is_ours else 0
+        return max(number, record.steps[count - 1] + 1) if count else number
 
     def at(self, step: TrainedStep, place: str) -> None:
         """Keep the states of random generators that are not what the last pass left."""

@@ -36,6 +36,8 @@ from replayer.trl.observing import (
     Observer,
     TrainedStep,
     Watcher,
+    begin_of,
+    count_before,
     known_name,
     replaced,
     samples_of_step,
@@ -317,6 +319,7 @@ class Replaying(Watcher):
         self.rank = trainer.accelerator.process_index
         self.generators = Generators(trainer.accelerator.device)
         self.num_steps, self.next_step = 0, 0
+        self.end: int | None = None  # optimizer step at which the next recorded step begins
         self.difference: StepDifference | None = None
         self.samples: list[Sample] = []
         self.details: Mapping[str, Any] = {}
@@ -343,6 +346,13 @@ class Replaying(Watcher):
             raise ReplayEnded
         step = self.record.step(number)
         self.samples, self.details = samples_of_step(step, self.rank), step.plan(self.rank).details
+        after = self.record.steps[self.record.steps.index(number) + 1 :]
+        self.end = begin_of(self.record, self.rank, after[0]) if after else None
+        updates = [at for at, item in enumerate(self.details["work"], 1) if "lr" in item]
+        if self.end is not None and len(updates) > (count := self.end - self.details["optimizer_step"]) > 0:
+            # a run resumed before the last of them, and generated anew
+            work = self.details["work"][: updates[count - 1]]
+            self.details = {**self.details, "work": work, "is_complete": False}
 
     def methods(self) -> dict[str, Any]:
         """Return what replaces methods and attributes of the trainer."""
@@ -401,15 +411,21 @@ class Replaying(Watcher):
 
     # what a Watcher does
 
-    def begin(self, first_step: int) -> None:
+    def begin(self, optimizer_step: int, number: int) -> int:
         """Check that the record has the step at which the trainer stands."""
-        if first_step not in self.record.steps:
-            at = self.record.step(self.record.steps[0]).plan(self.rank).details["optimizer_step"]
+        rest = self.record.steps[count_before(self.record, self.rank, optimizer_step) :]
+        if not rest or begin_of(self.record, self.rank, rest[0]) != optimizer_step:
+            at = begin_of(self.record, self.rank, self.record.steps[0])
             raise CannotReplay(
                 f"{self.record.path} begins with optimizer step {at}, and the trainer stands before another: "
                 "give resume_from_checkpoint=, the checkpoint that the run started from"
             )
-        self.next_step = first_step
+        self.next_step = rest[0]
+        return self.next_step
+
+    def leaves(self, optimizer_step: int) -> bool:
+        """Return whether the next recorded step begins here, also in the middle of a generation."""
+        return optimizer_step == self.end
 
     def started(self, step: TrainedStep) -> None:
         """Read the step from the record."""

@@ -234,6 +234,20 @@ def test_replay_finds_a_changed_value_of_the_record(runs, model, default, tmp_pa
 
 
 @pytest.mark.long
+def test_a_run_that_resumes_in_the_middle_of_a_generation_is_replayed_over_it(runs, model, tmp_path):
+    """TRL then generates anew, and leaves the second update of the generation before."""
+    saving = {"save_strategy": "steps", "save_steps": 3, "num_iterations": 2, "max_steps": 6}
+    folder = recorded(runs.grpo(model, tmp_path / "out", **saving), tmp_path / "record")
+    resumed = runs.grpo(model, tmp_path / "out", **saving)
+    record(resumed, folder)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
+    steps = [open_record(folder).step(number) for number in open_record(folder).steps]
+    assert [step.plan(0).details["optimizer_step"] for step in steps] == [0, 2, 3, 5]
+    again = replay(runs.grpo(model, tmp_path / "again", **saving), folder)
+    assert (again.identical, again.num_steps) == (True, 4)
+
+
+@pytest.mark.long
 def test_a_resumed_run_continues_its_record_and_is_replayed_from_its_checkpoint(runs, model, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     folder = recorded(runs.grpo(model, tmp_path / "out", **saving), tmp_path / "record")
