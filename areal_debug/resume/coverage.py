@@ -145,9 +145,8 @@ def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
         rows = placed(groups)
         batch = len(groups) // len({group.step for group in groups})
         if np.median(np.abs(np.diff(rows))) > min(DISORDER * batch, max(1, len(data) * IN_ORDER)):
-            notes.append(
-                "the data is read in another order than its own: record a row's number to know what was lost"
-            )
+            lost, twice, findings, unknown = judge_shuffled(groups, len(data), batch)
+            notes += unknown
         else:
             lost, twice, findings = judge(groups, rows, len(data), DISORDER * batch)
     is_unknown = bool(notes)
@@ -212,6 +211,35 @@ def judge(
             f"{len(twice)} prompts were trained on twice in one pass: rows {sorted(twice)[:8]} of the data"
         )
     return lost, twice, findings
+
+
+def judge_shuffled(
+    groups: Sequence[Group], num_rows: int, batch: int
+) -> tuple[list[int], list[int], list[str], list[str]]:
+    """Return the rows that were lost and trained on twice, the findings, and what is unknown.
+
+    In any order a pass over the data has each row once, but for a last batch that is not whole.
+    """
+    passes, most = (
+        (len(groups) - PATIENCE * batch) // num_rows,
+        -(-len(groups) // max(1, num_rows - batch + 1)),
+    )
+    if passes < 1:
+        return [], [], [], ["the data is read in another order than its own: a whole pass shows what is lost"]
+    times = Counter(group.places for group in groups)
+    seldom = [places for places, number in times.items() if number < passes * len(places)]
+    often = [places for places, number in times.items() if number > most * len(places)]
+    lost, twice = sorted({*range(num_rows)}.difference(*times).union(*seldom)), sorted(set().union(*often))
+    limit = max(FEWEST, LEAST_SHARE * num_rows)
+    if min(len(lost), len(twice)) >= limit:
+        return [], [], [], ["rows are trained on as chance draws them, not once in a pass over the data"]
+    if len(lost) >= max(limit, batch * most):
+        how = f"were never trained on in a whole pass over the data: rows {lost[:8]}"
+        return lost, [], [f"{len(lost)} prompts of {num_rows} {how}"], []
+    if len(twice) >= limit:
+        how = f"were trained on more than {most} times: rows {twice[:8]}"
+        return [], twice, [f"{len(twice)} prompts of {num_rows} {how}"], []
+    return [], [], [], []
 
 
 VERDICTS: dict[str, tuple[str, Level]] = {

@@ -76,7 +76,10 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """What became of a state: `verdict` is continues, changed or unobserved; `what` says how."""
+    """What became of a state: `verdict` is continues, changed or unobserved.
+
+    `what` says how it changed, or what would show it.
+    """
 
     id: str
     verdict: str
@@ -203,7 +206,12 @@ def judge_seam(before: Segment, after: Segment) -> Seam:
     for name, row in texts().items():
         found = JUDGES[name](before, after)
         if found is None:
-            states.append(State(name, "unobserved"))
+            known = [
+                max((len(side.values(one)) for one in row.get("by", ())), default=0)
+                for side in (before, after)
+            ]
+            few = f"{count(known[0], 'step')} before the resume and {known[1]} after it are too few"
+            states.append(State(name, "unobserved", what=few if all(known) else row["record"]))
         else:
             what = row["changed"][found.kind].format(**found.fields) if found.kind else ""
             states.append(State(name, "changed" if what else "continues", found.before, found.after, what))
@@ -373,7 +381,12 @@ def judge_version(before: Segment, after: Segment) -> Found | None:
     if not len(one) or not len(other) or not (one.any() or other.any()):
         return None
     last, first = float(one.max()), float(other[0])
-    is_changed = last - first > max(2.0, usual_move(one)) or first - last > max(2.0, 3 * usual_move(one))
+    # a version for each step: a resume leaves the samples of older weights
+    bound = before.config.get("rollout.max_head_offpolicyness")
+    is_bounded = isinstance(bound, int) and before.steps[-1] - last <= bound
+    counts_steps = is_bounded or one[-1] - one[0] >= (before.steps[-1] - before.steps[0]) / 2
+    most = max(last + max(2.0, 3 * usual_move(one)), after.steps[0] + 1 if counts_steps else 0)
+    is_changed = last - first > max(2.0, usual_move(one)) or first > most
     return Found(
         "" if not is_changed else "zero" if first == 0 else "jumps", f"last {last:g}", f"first {first:g}"
     )
@@ -552,7 +565,7 @@ def document_of(found: Seam) -> dict[str, Any]:
             "before": one.before,
             "after": one.after,
         }
-        more = {"changed": {"what": one.what, "fix": row["fix"]}, "unobserved": {"record": row["record"]}}
+        more = {"changed": {"what": one.what, "fix": row["fix"]}, "unobserved": {"record": one.what}}
         return facts | more.get(one.verdict, {})
 
     return {
@@ -585,9 +598,7 @@ def report_of(found: Seam) -> Report:
         for one in found.states
     ]
     rows = rows_of("changed", [f"{one.what}; {texts()[one.id]['fix']}" for one in changed], "bad")
-    rows += rows_of(
-        "to observe", [f"{texts()[one.id]['title']}: {texts()[one.id]['record']}" for one in unseen], "dim"
-    )
+    rows += rows_of("to observe", [f"{texts()[one.id]['title']}: {one.what}" for one in unseen], "dim")
     rows.append(
         Row("refuted if", "an unbroken run of the same options shows the same jump at this step", "dim")
     )

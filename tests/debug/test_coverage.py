@@ -65,3 +65,20 @@ def test_a_filter_or_a_shuffled_order_is_inconclusive(tmp_path):
     assert any("the configuration filters groups" in note for note in found["notes"])
     code, found = coverage(tmp_path, random.Random(1).sample(range(NUM_ROWS), 80))
     assert (code, found["verdict"]) == (2, "unknown")
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        (lambda order: order, "complete"),
+        (lambda order: [n for n in order if n % 9 != 4], "incomplete"),
+        (lambda order: [n for n in order for _ in range(1 + 3 * (n % 9 == 4))], "incomplete"),
+        (lambda order: random.Random(2).choices(range(NUM_ROWS), k=len(order)), "unknown"),
+    ],
+)
+def test_a_whole_pass_decides_in_a_shuffled_order(tmp_path, change, verdict):
+    """Passes of another order each, without a last batch that is not whole; lost, repeated, drawn rows."""
+    order = [n for seed in range(3) for n in random.Random(seed).sample(range(NUM_ROWS), NUM_ROWS - 3)]
+    found = coverage(tmp_path, change(order)[:480])[1]
+    assert found["verdict"] == verdict
+    assert all(n % 9 == 4 for n in (*found["lost"], *found["twice"]))

@@ -146,6 +146,17 @@ def test_a_rate_that_moves_by_its_schedule_is_no_change(tmp_path, case):
     assert seam(one, other)[1]["learning_rate"]["state"] == verdict
 
 
+@pytest.mark.parametrize(("after", "verdict"), [(lambda s: s, "continues"), (lambda s: s + 9, "changed")])
+def test_a_resume_that_leaves_stale_samples_moves_no_version_counter(tmp_path, after, verdict):
+    """Versions number the steps, 3 behind before the resume; few rewards on both sides are said to be few."""
+    stale = {"version": lambda s: max(s - 3, 0), "reward": lambda s: 0.5}
+    one = write_log(tmp_path / "a.jsonl", range(3, 9), **stale)
+    other = write_log(tmp_path / "b.jsonl", range(9, 11), **stale | {"version": after})
+    states = seam(one, other)[1]
+    assert states["version"]["state"] == verdict
+    assert states["reward"]["record"] == "6 steps before the resume and 2 after it are too few"
+
+
 def test_a_log_every_ten_steps_continues_between_two_lines(tmp_path):
     one = write_log(tmp_path / "a.jsonl", range(0, 100, 10), kl=lambda s: 0.1)
     for first, state in ((95, "continues"), (105, "continues"), (140, "changed")):
