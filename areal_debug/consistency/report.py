@@ -68,7 +68,7 @@ def report_of(checked: Checked, request: Request, source: dict[str, Any]) -> Rep
         f"temperature {checked.setting.temperature:g}"
     )
     engines = (f"engine: {engine}" for engine in source.get("engines", ()))
-    notes = [note for note in (left_out(checked), *checked.notes, *engines) if note]
+    notes = [note for note in (left_out(checked), steps_left(source), *checked.notes, *engines) if note]
     blocks: list[Block] = [*findings(checked)]
     if found.missing:
         blocks.append(Facts([Row("", name) for name in found.missing], "For a more precise answer, add"))
@@ -83,6 +83,19 @@ def left_out(checked: Checked) -> str:
     counts = vars(checked.diagnosis.measurement.excluded).items()
     listed = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in counts if number)
     return f"left out: {listed}" if listed else ""
+
+
+def steps_left(source: dict[str, Any]) -> str:
+    """Say that other recorded steps were not compared: an engine may have missed a later update."""
+    steps = sorted(set(source.get("steps", ())))
+    record = open_record(Path(source["record"])) if steps else None
+    if record is None or len(steps) == len(record.steps):
+        return ""
+    how = "--replay-weights" if record.header.config_is_ours else "--model CHECKPOINT"
+    compared = f"only step {', '.join(map(str, steps))} of {len(record.steps)} steps was compared"
+    return (
+        f"{compared}: an engine that missed a later update is not seen; --step N {how} compares another step"
+    )
 
 
 def findings(checked: Checked) -> Iterator[Finding]:
