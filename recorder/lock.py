@@ -5,21 +5,21 @@ a URL in the run's own. `areal_core.safety.lock` is the protocol.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from areal_core.safety.lock import Held, Lock, Process, live_holder, run_id, take
+from areal_core.safety.lock import Held, Lock, live_holder, run_id, take
 from recorder.errors import RecordInUse
 from recorder.format import LOCK_FILE
 from recorder.storage import STAGING_SUFFIX, is_url, location_of
 
 
-def lock_folder(folder: Path, name: str, processes: Sequence[Process] = (), token: str = "") -> Lock:
+def lock_folder(folder: Path, name: str, token: str = "") -> Lock:
     """Create the folder unless it exists, and take its lock (see `take`). Raises RecordInUse."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        return take(folder / LOCK_FILE, run_id(), name, processes, token)
+        return take(folder / LOCK_FILE, run_id(), name, token)
     except Held as holder:
         raise in_use(folder, holder) from None
 

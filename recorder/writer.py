@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from areal_core.safety.lock import Lock, Lost, Process, check, new_token, this_process
+from areal_core.safety.lock import Lock, Lost, check, new_token
 from recorder.errors import RecordError, RecordExists, RecordingFailed
 from recorder.format import (
     END_FILE,
@@ -104,14 +104,12 @@ class RecordingOptions:
 class RankState:
     """State of a rank's recording, exchanged between the ranks.
 
-    `process` writes the rank's files. On rank 0 `token` is that of its lock, and `refusal` says why
-    the run may not write into the folder.
+    On rank 0 `token` is that of its lock, and `refusal` says why the run may not write into the folder.
     """
 
     failure: str | None
     has_room: bool
     idle: bool
-    process: Process
     token: str
     refusal: RecordExists | None
 
@@ -244,7 +242,7 @@ class RecordWriter:
         self.last: StepLink | None = None  # on rank 0, the step that was committed last
         self.dropped: list[int] = []
         self.ended: str | None = None  # why recording has ended
-        self.process, self.token = this_process(), new_token()
+        self.token = new_token()
         self.lock: Lock | None = None  # on rank 0
         self.refusal: RecordExists | None = None
         self.lock_token: str | None = None  # rank 0's, once it has the lock
@@ -291,20 +289,20 @@ class RecordWriter:
             self.tokenizer = copy.deepcopy(facts["tokenizer"])
         if self.options.images == "pixels" and "processor" in facts:
             self.processor = facts["processor"]
-        states = self.agree()  # every rank has checked the folder before rank 0 writes into it
+        self.agree()  # every rank has checked the folder before rank 0 writes into it
         if self.rank == 0 and self.ended is None:
             try:
-                self.attempt(lambda: self.begin(facts, [state.process for state in states]))
+                self.attempt(lambda: self.begin(facts))
             except RecordExists as refusal:
                 self.refusal = refusal
         for state in self.agree()[:1]:  # no rank writes a step before the folder is cleared
             self.lock_token = state.token
 
-    def begin(self, facts: dict[str, Any], processes: list[Process]) -> None:
+    def begin(self, facts: dict[str, Any]) -> None:
         """Lock the folder, then create an empty record of the run, or resume its existing one."""
         config = facts["config"]
         name = "/".join(str(config[key]) for key in ("experiment_name", "trial_name") if config.get(key))
-        self.lock = lock_folder(self.folder, name, processes, self.token)
+        self.lock = lock_folder(self.folder, name, self.token)
         # again, because another run may have recorded here since this writer was built
         check_contents(self.folder, self.options.overwrite or self.options.first_step > 0)
         header = describe_run(facts, self.options.recording)
@@ -444,7 +442,6 @@ class RecordWriter:
             failure,
             background is None or background.has_room,
             background is None or background.idle,
-            self.process,
             self.token,
             self.refusal,
         )

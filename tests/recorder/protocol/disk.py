@@ -71,6 +71,10 @@ class Disk:
             data = {**self.data, path: op[2]}
             synced = {**self.synced, path: op[2]} if kind == "fsync_write" else self.synced
             return None, replace(self, data=data, synced=synced)
+        if kind == "take":  # the kernel's lock, which `Explorer` has granted: the file names its holder
+            inode = here or inode
+            after = self if here else self.named((path, inode))
+            return True, replace(after, data={**self.data, inode: op[2].encode()})
         if kind in ("mkdir", "create") and self.names.get(parent) != FOLDER:
             return ("error", errno.ENOENT), self
         if kind == "mkdir":

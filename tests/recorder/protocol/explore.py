@@ -30,6 +30,12 @@ class Result:
     outcomes: frozenset[tuple[Any, ...]]
 
 
+def holders(world: World) -> set[int]:
+    """The processes that hold the lock and live."""
+    held = {mark[2] for mark in world.marks if mark[1] == "holds"}
+    return held - {mark[2] for mark in world.marks if mark[1] == "released"} - world.killed
+
+
 class Explorer:
     """All reachable states of processes on a disk.
 
@@ -115,13 +121,15 @@ class Explorer:
             disk, marks = world.disk, world.marks
             if op[0] == "mark":
                 result, marks = None, marks | {(process, *op[1:])}
-            elif op[0] == "alive":
-                result = self.is_alive(world, op[1])
+            elif op[0] == "take" and any(self.is_alive(world, pid) for pid in holders(world) - {process}):
+                result = False
             elif op[0] == "await":
                 result = op[1] not in disk.names
             else:
                 inode = (self.generation, process, self.lengths[world.histories[process]])
                 result, disk = disk.apply(op, inode)
+            if op[0] == "take" and result:
+                marks = marks | {(process, "holds", op[3])}
             histories = list(world.histories)
             histories[process] = self.extend(histories[process], result)
             label = f"{process}: {' '.join(str(item)[:80] for item in op)} -> {str(result)[:60]}"

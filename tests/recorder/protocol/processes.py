@@ -17,8 +17,7 @@ import numpy as np
 import recorder.reader as reader
 import recorder.writer as writing
 from areal_core.safety import lock as protocol
-from areal_core.safety.lock import Found, Held, Process
-from areal_core.safety.lock import take as take_lock
+from areal_core.safety.lock import Held, Holder
 from recorder import DamagedRecord, NotARecord, RecordNotFound, RecordWriter
 from recorder.archive.live_archive import LiveArchive
 from recorder.format import RecordHeader, Recording
@@ -87,46 +86,40 @@ class Simulation:
     def installed(self) -> Iterator[None]:
         """Put simulated clocks, processes and storage under the recorder."""
         call = self.machine.call
-        commit, take, release = writing.commit_step, protocol.take, protocol.Lock.release
-        read = protocol._read
+        commit, read = writing.commit_step, protocol._read
 
-        def read_lock(path: Path) -> Found | None:
-            if not is_ours(path):  # the heartbeat of a record that an earlier test has left open
+        def read_lock(path: Path) -> Holder | None:
+            if not is_ours(path):
                 return read(path)
             try:
-                data = call("read", str(path))
+                token = call("read", str(path)).decode()
             except OSError:
                 return None
-            return Found(protocol._parse(data), hashlib.sha256(data).hexdigest()[:8], 0.0)
+            return Holder(token, "run", "", "here", 1, "now")
 
         def commit_and_mark(folder: Path, step: int, *rest: Any) -> Any:
             manifest = commit(folder, step, *rest)
             self.mark("committed", step)
             return manifest
 
-        def take_and_mark(*arguments: Any, **more: Any) -> Any:
-            lock = take(*arguments, **more)
-            self.mark("holds", self.pid)
-            return lock
+        def take(path: Path, run: str, name: str, token: str) -> SimpleNamespace:
+            if not call("take", str(path), token, self.pid):
+                raise Held("another process")
 
-        def release_and_mark(lock: Any) -> None:
-            self.mark("released", self.pid)
-            release(lock)
+            def release() -> None:
+                protocol.check(path, token)
+                call("unlink", str(path))
+                self.mark("released", self.pid)
+
+            return SimpleNamespace(release=release, leave=lambda: None)
 
         replacements = [
             (protocol, "_read", read_lock),
-            (protocol, "_is_here", lambda process: True),
-            (protocol, "_is_running", lambda process: process.pid == self.pid or call("alive", process.pid)),
-            (protocol, "threading", mock.Mock()),
-            (protocol, "weakref", mock.Mock()),
-            (protocol, "datetime", mock.Mock(now=lambda zone: SimpleNamespace(strftime=lambda text: "now"))),
-            (os, "getpid", lambda: self.pid),
-            (protocol.Lock, "release", release_and_mark),
-            (writing, "this_process", lambda: Process("here", self.pid, 1)),
             (writing, "new_token", lambda: f"token{self.pid}"),
             (writing, "describe_run", lambda facts, recording: header_of(self.num_ranks)),
             (writing, "commit_step", commit_and_mark),
-            ("recorder.lock", "take", take_and_mark),
+            ("recorder.lock", "take", take),
+            ("recorder.lock", "live_holder", lambda path, run="": None),
             ("recorder.archive.live_archive", "open_record", reader.open_record),
             ("recorder.archive.live_archive", "layout_bytes", layout_names),
             ("recorder.lock", "run_id", lambda: f"run{self.pid}"),
@@ -206,8 +199,7 @@ def begun(simulation: Simulation, num_ranks: int = 1) -> Disk:
     simulation.num_ranks = num_ranks
 
     def start() -> None:
-        writer = simulation.writer(0, num_ranks=num_ranks)
-        writer.begin({"config": {}}, [Process("here", pid, 1) for pid in range(num_ranks)])
+        simulation.writer(0, num_ranks=num_ranks).begin({"config": {}})
 
     return simulation.machine.on(Disk(), start)[1]
 
@@ -217,7 +209,7 @@ def whole_run(simulation: Simulation, pid: int, first_step: int = 0, num_steps: 
 
     def body() -> None:
         writer = simulation.writer(pid, overwrite=True, first_step=first_step)
-        writer.begin({"config": {}}, [Process("here", pid, 1)])
+        writer.begin({"config": {}})
         writer.lock_token = writer.token
         for step in range(first_step, first_step + num_steps):
             writer.record(partial(rank_step, pid, step, 0))
@@ -246,43 +238,6 @@ def reading(simulation: Simulation, pid: int, num_ranks: int) -> Any:
         return "read"
 
     return simulation.process(pid, body)
-
-
-def contending(simulation: Simulation, pid: int) -> Any:
-    """A process that takes the lock, and ends while it has it."""
-
-    def body() -> str:
-        try:
-            take_lock(RECORD / "writer.lock", f"run{pid}", "", [Process("here", pid, 1)], f"token{pid}")
-        except Held:
-            return "refused"
-        simulation.mark("holds", pid)
-        call = simulation.machine.call
-        call("stat", ROOT)  # it lives a little longer
-        protocol.check(RECORD / "writer.lock", f"token{pid}")
-        simulation.mark("released", pid)
-        return "won"
-
-    return simulation.process(pid, body)
-
-
-def dead_lock(simulation: Simulation, with_claim: bool) -> Disk:
-    """A disk with the lock of a dead process, and the claim on it of another dead process."""
-    place = RECORD / "writer.lock"
-
-    def leave() -> None:
-        os.mkdir(RECORD)
-        take_lock(place, "run8", "", [Process("here", 98, 1)], "token98")
-        if with_claim:
-            take_lock(
-                place.with_name(f"writer.lock.{protocol._read(place).digest}"),
-                "run9",
-                "",
-                [Process("here", 99, 1)],
-                "token99",
-            )
-
-    return simulation.machine.on(Disk(), leave)[1]
 
 
 class Stream:

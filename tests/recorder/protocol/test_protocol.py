@@ -15,20 +15,17 @@ import recorder.retention as retention
 import recorder.step_files as step_files
 import recorder.tensors as tensors
 import recorder.writer as writing
-from areal_core.safety import lock as protocol
 from recorder.archive.live_archive import LiveArchive
 from recorder.format import RankFiles
 from recorder.retention import KeptSteps
 
 from .disk import ROOT, Disk
-from .explore import Explorer, Violation
+from .explore import Explorer, Violation, holders
 from .processes import (
     Simulation,
     archived_step,
     archiving,
     begun,
-    contending,
-    dead_lock,
     read_record,
     reading,
     recording,
@@ -102,12 +99,6 @@ def explore_ranks(num_ranks, num_steps, keep_last, max_kills=0, with_reader=Fals
         return explorer.run(disk)
 
 
-def holders(world):
-    """The processes that hold the lock and live."""
-    held = {mark[2] for mark in world.marks if mark[1] == "holds"}
-    return held - {mark[2] for mark in world.marks if mark[1] == "released"} - world.killed
-
-
 CHANGES = frozenset({"mkdir", "create", "link", "rename", "unlink", "rmdir"})
 
 
@@ -174,31 +165,6 @@ def two_runs(simulation):
 
 def nothing(simulation):
     return Disk()
-
-
-def explore_contenders(num_contenders, with_claim, max_kills=0):
-    """Processes that find the same dead lock: never do two live ones have it, and one gets it."""
-    simulation = Simulation()
-
-    def check_end(world, outcomes):
-        if lost := [outcome for outcome in outcomes if "Lost" in outcome]:
-            raise Violation(f"a process lost the lock that it had: {lost}")
-        if not max_kills and "won" not in outcomes:
-            raise Violation(f"nobody has the lock: {outcomes}")
-
-    def check_op(world, process, op):
-        if len(live := holders(world)) > 1:
-            raise Violation(f"processes {live} hold the lock")
-
-    with simulation.installed():
-        explorer = Explorer(
-            simulation.machine,
-            [contending(simulation, pid) for pid in range(num_contenders)],
-            check_op=check_op,
-            check_end=check_end,
-            max_kills=max_kills,
-        )
-        return explorer.run(dead_lock(simulation, with_claim))
 
 
 def explore_resume(num_steps, first_step):
@@ -287,7 +253,6 @@ EVERYDAY = {
     "1 rank, 3 steps, keep_last 1, killed": retained,
     "1 rank, 2 steps, keep_last 1, a reader": lambda: explore_ranks(1, 2, 1, with_reader=True),
     "2 runs, one folder": lambda: explore_runs(nothing, two_runs, 0),
-    "2 contenders for a dead lock": lambda: explore_contenders(2, False),
     "resume behind step 1 of 1": lambda: explore_resume(1, 1),
     "archive, 1 step": lambda: explore_archive(1),
 }
@@ -305,9 +270,6 @@ LONG = {
     "3 ranks, 1 step": lambda: explore_ranks(3, 1, None),
     "2 ranks, 2 steps, a reader": lambda: explore_ranks(2, 2, 1, with_reader=True),
     "2 runs, one folder, one killed": lambda: explore_runs(nothing, two_runs, 1),
-    "2 contenders for a dead lock, killed": lambda: explore_contenders(2, False, 1),
-    "2 contenders for a dead lock with a dead claim": lambda: explore_contenders(2, True),
-    "2 contenders with a dead claim, killed": lambda: explore_contenders(2, True, 1),
     "resume before step 2 of 4": lambda: explore_resume(4, 2),
     "archive, 4 steps": lambda: explore_archive(4),
 }
@@ -318,16 +280,6 @@ LONG = {
 )
 def test_no_state_breaks_the_commit_protocol(name):
     report(name, EVERYDAY[name]())
-
-
-def test_locks_of_the_real_disk_are_read_from_it(tmp_path):
-    """The heartbeat of a record that another test has left open goes on."""
-    lock = protocol.take(tmp_path / "writer.lock", "run", "another test")
-    try:
-        with Simulation().installed():
-            protocol.check(lock.path, lock.holder.token)
-    finally:
-        lock.release()
 
 
 @pytest.mark.long
@@ -360,41 +312,9 @@ def removing_first(self):
         retention.write_gaps(self.record, self.gaps)
 
 
-def begin_before_lock(self, facts, processes):
+def begin_before_lock(self, facts):
     writing.clear_record(self.folder)
-    real_begin(self, facts, processes)
-
-
-def take_without_claim(path, own, holder, now):
-    while True:
-        protocol._link(own, path)
-        found = protocol._read(path)
-        if found is None:
-            continue
-        if found.holder.token == holder.token:
-            return
-        if not protocol._is_dead(found, now, holder.run):
-            raise protocol.Held("held")
-        os.link(own, own.with_name(f"{own.name}er"))
-        own.with_name(f"{own.name}er").rename(path)
-
-
-def take_by_removal(path, own, holder, now):
-    while True:
-        protocol._link(own, path)
-        found = protocol._read(path)
-        if found is None:
-            continue
-        if found.holder.token == holder.token:
-            return
-        if not protocol._is_dead(found, now, holder.run):
-            raise protocol.Held("held")
-        path.unlink(missing_ok=True)
-
-
-def take_without_second_look(path, own, holder, now):
-    with mock.patch.object(protocol.Found, "__eq__", return_value=True):
-        real_place(path, own, holder, now)
+    real_begin(self, facts)
 
 
 def commit_layout_first(self, folder, layout):
@@ -434,30 +354,12 @@ MUTANTS = {
         "begin",
         begin_before_lock,
     ),
-    "no lock": (EVERYDAY["2 runs, one folder"], protocol, "_is_dead", lambda found, now, run: True),
+    "no lock": (EVERYDAY["2 runs, one folder"], Explorer, "is_alive", lambda self, world, pid: False),
     "no check of the lock at commits": (
         lambda: explore_runs(nothing, two_runs, 0, silent="steps/000000"),
         writing.RecordWriter,
         "check_lock",
         lambda self, step: None,
-    ),
-    "a dead lock is replaced without a claim": (
-        EVERYDAY["2 contenders for a dead lock"],
-        protocol,
-        "_place",
-        take_without_claim,
-    ),
-    "a dead lock is removed and made again": (
-        EVERYDAY["2 contenders for a dead lock"],
-        protocol,
-        "_place",
-        take_by_removal,
-    ),
-    "a claimed lock is not read again": (
-        EVERYDAY["2 contenders for a dead lock"],
-        protocol,
-        "_place",
-        take_without_second_look,
     ),
     "a cut-back removes step.json with the rest": (
         LONG["resume before step 1 of 2"],
@@ -478,7 +380,7 @@ MUTANTS = {
         move_without_commit,
     ),
 }
-real_begin, real_place = writing.RecordWriter.begin, protocol._place
+real_begin = writing.RecordWriter.begin
 
 
 @pytest.mark.parametrize(
