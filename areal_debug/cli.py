@@ -97,7 +97,12 @@ class Verb(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = args[: args.index("--")] if "--" in args else list(args)
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            hidden = {name for one in self.params if getattr(one, "hidden", False) for name in one.opts}
+            shown = [name for name in error.possibilities or () if name not in hidden]
+            raise click.NoSuchOption(error.option_name, possibilities=shown, ctx=ctx) from None
         for parameter in self.params:
             if isinstance(parameter, click.Argument) and parameter.type is click.UNPROCESSED:
                 passed_on = ctx.params[parameter.name or ""] or ()

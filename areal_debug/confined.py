@@ -15,9 +15,9 @@ P = ParamSpec("P")
 ANYWHERE = ("/",)  # for verbs that load the tokenizer that a record names
 CPU_S = 10.0  # for an empty input
 HELP_OF_LIMITS = (
-    "The input is read in a process that has no network, unless it is a URL, and at most 1 GiB of "
-    "memory plus 20 bytes a byte of input, and {:g} s of CPU time plus 1 s a MB: "
-    "AREAL_DEBUG_MEMORY_GIB and AREAL_DEBUG_TIME_S replace these limits."
+    "The input is read in a process without network, unless it is a URL. Its limits grow with the "
+    "input: 1 GiB of memory plus 20 times the input's size (AREAL_DEBUG_MEMORY_GIB), and {:g} s of "
+    "CPU time plus 1 s for each MB (AREAL_DEBUG_TIME_S)."
 )
 
 

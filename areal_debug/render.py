@@ -296,8 +296,9 @@ def format_number(value: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    """`1 rank`, `2 ranks`, `2 batches`."""
+    ending = "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{number:,} {noun}{ending * (number != 1)}"
 
 
 def format_bytes(size_bytes: float) -> str:

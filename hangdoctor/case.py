@@ -184,11 +184,12 @@ def build_case(snapshot: Snapshot) -> Case:
         by_process[dump.name].append(dump)
     seen: dict[int, tuple[ThreadState, ...]] = {}
     processes = [process_of(dumps, seen, snapshot.source) for dumps in by_process.values()]
-    role = primary_role(processes)
+    roles = Counter(s.role for s in processes if s.rank is not None)
+    role = "trainer" if roles["trainer"] or not roles else roles.most_common(1)[0][0]
     ranks = judged(processes, role)
     chosen = {s.name for s in ranks}
     others = [
-        ranked_by_name(s)
+        replace(s, rank=s.name) if s.rank is not None else s
         for s in processes
         if s.name not in chosen and (s.role != role or s.rank is None or s.threads)
     ]
@@ -222,15 +223,6 @@ def judged(processes: list[Process], role: str) -> list[Process]:
         ranks = [replace(s, rank=s.name) for s in processes if s.threads]
     workers = [s for s in ranks if s.wait.kind != "launcher" and s.role not in ("launcher", "child")]
     return workers or ranks
-
-
-def primary_role(processes: list[Process]) -> str:
-    counts = Counter(s.role for s in processes if s.rank is not None)
-    return "trainer" if counts["trainer"] or not counts else counts.most_common(1)[0][0]
-
-
-def ranked_by_name(process: Process) -> Process:
-    return replace(process, rank=process.name) if process.rank is not None else process
 
 
 def process_of(

@@ -4,6 +4,7 @@ others.
     Snapshot -> build_case -> wait_for_graph -> rules -> Verdicts -> Diagnosis
 """
 
+import re
 from dataclasses import replace
 
 from hangdoctor.case import Case, Process, build_case
@@ -14,10 +15,12 @@ from hangdoctor.recorded_operations import behind_by_ras
 from hangdoctor.rules.ended import end_evidence, ended_otherwise
 from hangdoctor.rules.order import RULES
 from hangdoctor.rules.progress import to_collect
-from hangdoctor.rules.verdict import LEVELS, Verdict, operation
+from hangdoctor.rules.verdict import LEVELS, Verdict, behind_by_steps, operation, steps_of
 
 MAX_GROUPS = 64
 MAX_EDGES = 6
+BACKEND = re.compile(r"(?i)nccl|gloo")
+OF_GPUS = re.compile(r"(?i)nccl|xid|nvidia|cuda|all_reduce_perf")
 
 
 @without_garbage_collection()
@@ -38,6 +41,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
     first, *rest = sorted(verdicts, key=lambda v: (v.label == "unknown", -LEVELS.index(v.confidence)))
     first = blamed_elsewhere(case, first)
     classes = stack_classes(case.ranks)
+    behind, fact = behind_by_steps(case)
     return Diagnosis(
         label=first.label,
         confidence=first.confidence,
@@ -46,9 +50,10 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
         summary=" ".join([first.summary, *(n for n in snapshot.notes if n.startswith("Ranks are"))]),
         evidence=first.evidence
         + end_evidence(case)
+        + ((Evidence(rank_ranges(behind), fact),) if behind else ())
         + (waits(graph) if first.culprits else ())
         + notes(snapshot),
-        next_steps=first.next_steps + reproduction(first, classes),
+        next_steps=advice(first, snapshot) + reproduction(first, classes),
         would_refute=first.would_refute,
         alternatives=tuple(
             Alternative(v.label, v.confidence, v.culprits, v.summary) for v in rest if v.label != "unknown"
@@ -58,6 +63,18 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
         collect=to_collect(case) if first.label == "unknown" or first.confidence == "low" else (),
         kind=first.kind,
     )
+
+
+def advice(verdict: Verdict, snapshot: Snapshot) -> tuple[NextStep, ...]:
+    """Return the next steps; a job on gloo has no use for those of NCCL and of GPUs."""
+    frames = (f.function for d in snapshot.dumps for t in d.threads for f in t.frames if f.native)
+    words = (*(line for log in snapshot.logs for line in log.lines), *(e.words for e in snapshot.endings))
+    seen = {d.facts.backend for d in snapshot.dumps} - {None}
+    seen = seen or {m[0].lower() for text in (*frames, *words) for m in BACKEND.finditer(text)}
+    if seen != {"gloo"}:
+        return verdict.next_steps
+    own = steps_of(verdict.label, "gloo") if verdict.label == "nccl_timeout" else ()
+    return own + tuple(step for step in verdict.next_steps if not OF_GPUS.search(step.do))
 
 
 def unsettled(snapshot: Snapshot) -> bool:
@@ -137,13 +154,11 @@ def victims(verdict: Verdict, graph: Graph) -> tuple[Rank, ...]:
     elsewhere = bool(blamed) and all(isinstance(rank, str) for rank in blamed)
     waiting = graph.waiting_ranks + (graph.source_ranks if elsewhere else ())
     return tuple(
-        sorted((s.rank for s in waiting if s.rank is not None and s.rank not in blamed), key=str_last)
+        sorted(
+            (s.rank for s in waiting if s.rank is not None and s.rank not in blamed),
+            key=lambda rank: (isinstance(rank, str), rank),
+        )
     )
-
-
-def str_last(rank: Rank) -> tuple[bool, Rank]:
-    """Sort key: numbers in order, then names."""
-    return isinstance(rank, str), rank
 
 
 def waits(graph: Graph) -> tuple[Evidence, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hangdoctor.case import Case, Process
-from hangdoctor.frames import ENTRIES
+from hangdoctor.frames import ENTRIES, TABLES
 from hangdoctor.model import Frame, Rank
 from hangdoctor.tables import EVENT_LOOP, ROOTED
 from hangdoctor.waits import Wait
@@ -75,16 +75,7 @@ def first_divergent(stack: Sequence[Frame], others: Sequence[Sequence[Frame]]) -
     return stack[-1 - depth] if depth < len(stack) else None
 
 
-WEB_SERVERS = (
-    "uvicorn/",
-    "hypercorn/",
-    "gunicorn/",
-    "fastapi/",
-    "starlette/",
-    "aiohttp/web",
-    "vllm/entrypoints/",
-    "sglang/srt/entrypoints/",
-)
+WEB_SERVERS = tuple(TABLES["calls"]["web_servers"])
 # More places than this are compared by their complete stacks only.
 MAX_PLACES = 200
 # Waits that may be for a child process.

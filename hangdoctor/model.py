@@ -75,6 +75,7 @@ class ProcessFacts:
     voluntary_switches: int | None = None
     involuntary_switches: int | None = None
     start_time: float | None = None
+    backend: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,8 @@ class Snapshot:
     of a line. `absent` maps processes of other roles that were looked for and have no stack to
     a status. `notes` are remarks on the input for the reader (files not read). `endings` has the
     ranks of a job that is dead; `stopped` are the words of who ended it from outside; `recovered`
-    says that it ran on after that, `complete` that no rank of it is unknown.
+    says that it ran on after that, `complete` that no rank of it is unknown. `steps` are the last
+    training steps of which each rank has logged a line.
     """
 
     dumps: tuple[ProcessDump, ...]
@@ -209,6 +211,7 @@ class Snapshot:
     stopped: str = ""
     recovered: bool = False
     complete: bool = True
+    steps: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

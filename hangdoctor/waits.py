@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from hangdoctor.frames import is_library, main_thread, normal_frames, python_only, user_frames
+from hangdoctor.frames import TABLES, is_library, main_thread, normal_frames, python_only, user_frames
 from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Thread
 from hangdoctor.tables import (
     ENGINE_LOOP,
@@ -161,18 +161,7 @@ UNNAMED = "unnamed thread"
 DELEGATING = ("future", "event", "queue", "join", "idle", "lock")
 # Threads that look after the process do not show what it waits for.
 WATCHES = re.compile(r"py_?spy|watch_?dog|heartbeat|faulthandler|_?monitor(_\w+)?$", re.I)
-SPECIFIC_KINDS = (
-    "http",
-    "rpc",
-    "collective",
-    "p2p",
-    "checkpoint",
-    "subprocess",
-    "data",
-    "store",
-    "file_lock",
-    "prompt",
-)
+SPECIFIC_KINDS = tuple(TABLES["calls"]["delegated"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def check_contents(folder: Path, overwrite: bool) -> None:
     if not folder.is_dir():
         raise RecordExists(f"{folder} is a file: give a folder to record into")
     names = {path.name for path in folder.iterdir() if not is_lock_file(path.name)}
-    if RECORD_FILE in names and not overwrite:
+    if RECORD_FILE in names and not overwrite and any(folder.glob(f"{STEPS_FOLDER}/*/{STEP_FILE}")):
         raise RecordExists(
             f"{folder} already holds a record: choose another folder, or replace it: "
             "--force, debug.overwrite=true, or Recorder(overwrite=True)"

@@ -137,6 +137,7 @@ class ReplayReport:
     numbers are judged, for which noise may have to be measured first (`replayer.rerun`). `first` is
     the first stage of the first step that differs, with its place, None if it was not searched for;
     `pattern` describes its values. `own_code` is the user's code that computes the steps.
+    `started_at` is the first step that was run, which may be before the first of `steps`.
     """
 
     record: str
@@ -147,6 +148,7 @@ class ReplayReport:
     first: StageDifference | None = None
     pattern: str | None = None
     own_code: tuple[OwnCodeState, ...] = ()
+    started_at: int | None = None
 
     @property
     def result(self) -> Result:
@@ -267,6 +269,8 @@ class ReplayCheck:
         self.on_start(self.report)
 
     def _compare(self, outcome: Outcome) -> None:
+        if self.report.started_at is None:
+            self.report.started_at = outcome.step
         if outcome.step < self.first_step:
             return
         if self.report.guarantee.kind == "unrecorded":

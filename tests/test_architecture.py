@@ -7,6 +7,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -47,61 +48,7 @@ ROLES = {
     "wire",
 }
 # What vulture finds and who uses it.
-USED_FROM_OUTSIDE = {
-    "GroupName": "a type in quotes",
-    "observed_default": "prime-rl imports it by its path",
-    "WorkerExtension": "vLLM imports its module by this name",
-    "TokensWorkflow": "tests and benchmarks: a workflow of one completion",
-    "MathAgent": "public: users name it in their scripts",
-    "MultiTurnMathAgent": "public: users name it in their scripts",
-    "MultiTurnWorkflow": "public: users name it in their scripts",
-    "clevr_count_70k_reward_fn": "public: users name it in their scripts",
-    "geometry3k_reward_fn": "public: users name it in their scripts",
-    "reasoned_reward_fn": "public: users name it in their scripts",
-    "relative_position_gae_lambda": "public: users name it in their YAML",
-    "vapo_length_adaptive_gae": "public: users name it in their YAML",
-    "_repr_html_": "called by notebooks",
-    "do_GET": "called by http.server",
-    "find_class": "called by pickle",
-    "causal_conv1d_fn_cpu": "SGLang's CPU servers import it",
-    "causal_conv1d_update_cpu": "SGLang's CPU servers import it",
-    "from_environment": "public: users of the recording API",
-    "in_step": "tests: batches with prompts of their own",
-    "finish_weight_update": "called by vLLM",
-    "on_train_end": "called by SkyRL",
-    "format_commands": "called by click",
-    "format_epilog": "called by click",
-    "handle_error": "called by socketserver",
-    "init_transfer_engine": "called by vLLM",
-    "log_message": "called by http.server",
-    "make_tiny_family": "tests: tiny models of each family",
-    "make_tiny_vision_model": "tests: tiny models of each vision family",
-    "on_log": "called by Transformers",
-    "on_pre_optimizer_step": "called by Transformers",
-    "on_step_begin": "called by Transformers",
-    "on_train_begin": "called by Transformers",
-    "persistent_load": "called by pickle",
-    "plant": "tests and benchmarks: a rank that computes wrongly",
-    "pytest_addoption": "called by pytest",
-    "pytest_collection_finish": "called by pytest",
-    "pytest_configure": "called by pytest",
-    "pytest_itemcollected": "called by pytest",
-    "pytest_runtest_makereport": "called by pytest",
-    "pytest_sessionfinish": "called by pytest",
-    "pytest_terminal_summary": "called by pytest",
-    "pytest_testnodedown": "called by pytest-xdist",
-    "raw_input": "called by code.InteractiveConsole",
-    "receive_weights": "called by vLLM",
-    "replay_record": "public: a pytest fixture",
-    "scanner": "called by DuckDB",
-    "start_facts": "tests: the facts of a trainer's event",
-    "start_weight_update": "called by vLLM",
-    "step_with_gradients": "tests: one step of a tiny model",
-    "to_arrow": "public: of a record",
-    "to_reader": "called by DuckDB",
-    "write_scripted_record": "tests: a record with known contents",
-    "write_worked_example": "tests: the example of FORMAT.md",
-}
+USED_FROM_OUTSIDE = tomllib.loads(Path(__file__).with_name("used_from_outside.toml").read_text())
 # A tar inside of an opened file, methods of other names, pages that we wrote.
 READ_IN_ANOTHER_WAY = (
     "tarfile.open(fileobj=file",

@@ -15,34 +15,20 @@ of a framework's error is a fault of the code. So is any error of the engine.
 """
 
 import json
+import tomllib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from json import JSONDecodeError
+from pathlib import Path
 from typing import Any
 
 from areal_core.agent.conversation import Interaction
 
 # Package and class of a framework's exceptions, and what the model did. Classes that frameworks
 # raise for errors of a tool, a connection or a guard of the user are not here.
-MODEL_FAILURES = {
-    "areal_core.EpisodeFailed": "declared",
-    "agents.ModelBehaviorError": "invalid_output",
-    "agents.ModelRefusalError": "invalid_output",
-    "agents.MaxTurnsExceeded": "too_many_turns",
-    "langchain.ModelCallLimitExceededError": "too_many_turns",
-    "langchain.StructuredOutputError": "invalid_output",
-    "langchain.ToolCallLimitExceededError": "too_many_turns",
-    "langchain_core.OutputParserException": "invalid_output",
-    "langgraph.GraphRecursionError": "too_many_turns",
-    "langgraph.ToolInvocationError": "invalid_output",
-    "openai.LengthFinishReasonError": "truncated",
-    "pydantic_ai.OutputTokenLimitExceeded": "truncated",
-    "pydantic_ai.UnexpectedModelBehavior": "invalid_output",
-    "pydantic_ai.UsageLimitExceeded": "too_many_turns",
-    "smolagents.AgentMaxStepsError": "too_many_turns",
-    "smolagents.AgentParsingError": "invalid_output",
-    "smolagents.AgentToolCallError": "invalid_output",
-}
+MODEL_FAILURES: dict[str, str] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 # The values of a batch's `failure`: the index in this tuple; None where the model did not fail.
 FAILURES = (None, "declared", "invalid_output", "too_many_turns", "prompt_too_long", "truncated")
 

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from areal_core.config.checks import check_config
 from areal_core.config.derived import derive_options
 from areal_core.config.experiment import BaseExperimentConfig, PPOConfig
-from areal_core.config.names import help_of, missing_options, refuse_unknown_keys, sections_of
+from areal_core.config.names import help_of, missing_options, refuse_unknown_keys, sections_of, unknown_keys
 from areal_core.config.option import Role
 from areal_core.config.presets import expand_preset, leaves, option_name, set_option, split_algorithm
 from areal_core.config.upstream import translate_older_names, without_gone
@@ -98,7 +98,7 @@ def load_with_notes(argv: Sequence[str], cls: type[E], role: Role = "train") -> 
     tree = read_yaml(path)
     algorithm = tree.pop("algorithm", None) if issubclass(cls, PPOConfig) else None
     notes = translate_older_names(tree, cls)
-    refuse_unknown_keys(tree, cls, path)
+    problems = list(unknown_keys(tree, cls, path))
     given = [name for name, _ in leaves(tree)]
     if issubclass(cls, PPOConfig):
         chosen, overrides = split_algorithm(overrides)
@@ -107,7 +107,12 @@ def load_with_notes(argv: Sequence[str], cls: type[E], role: Role = "train") -> 
     if algorithm:
         notes.append(expand_preset(tree, str(algorithm), given))
     for override in overrides:
-        notes += apply_override(tree, override, cls)
+        try:
+            notes += apply_override(tree, override, cls)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
     notes += derive_options(tree, cls, path, role)
     config = built(tree, cls, path)
     return config, path, [*notes, *check_config(config, role)]

@@ -23,25 +23,29 @@ ELSEWHERE = {  # options of upstream that were removed, or are not supported her
 }
 
 
-def refuse_unknown_keys(
+def refuse_unknown_keys(tree: dict[str, Any], cls: type, source: str) -> None:
+    """Raise ConfigError for all unknown keys of `tree`, and values in place of a section."""
+    if problems := list(unknown_keys(tree, cls, source)):
+        raise ConfigError("\n".join(problems))
+
+
+def unknown_keys(
     tree: dict[str, Any], cls: type, source: str, root: type | None = None, prefix: str = ""
-) -> None:
-    """Raise ConfigError for an unknown key of `tree`, or for a value in place of a section."""
+) -> Iterator[str]:
     root, sections = root or cls, sections_of(cls)
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if key not in sections:
-            raise ConfigError(
-                f"{source}: unknown option {name!r}{hint_for(prefix, str(key), value, cls, root)}"
-            )
+            yield f"{source}: unknown option {name!r}{hint_for(prefix, str(key), value, cls, root)}"
+            continue
         nested = sections[key]
         if nested is None or value is None or (isinstance(value, str) and "${" in value):
             continue
         if not isinstance(value, dict):
-            raise ConfigError(
-                f"{source}: {name} is {value!r}; expected a section with options such as {next(iter(sections_of(nested)))}"
-            )
-        refuse_unknown_keys(value, nested, source, root, f"{name}.")
+            such = f"expected a section with options such as {next(iter(sections_of(nested)))}"
+            yield f"{source}: {name} is {value!r}; {such}"
+        else:
+            yield from unknown_keys(value, nested, source, root, f"{name}.")
 
 
 def missing_options(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:

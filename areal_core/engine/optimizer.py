@@ -82,13 +82,11 @@ def build_schedule(
     return LambdaLR(optimizer, schedule_factor(kind, total_steps, warmup_steps, min_lr_ratio))
 
 
-def set_base_lr(schedule: LambdaLR, lr: float) -> float:
-    """Give a schedule another learning rate at its position; return the one that it had."""
-    was = float(schedule.base_lrs[0])
+def set_base_lr(schedule: LambdaLR, lr: float) -> None:
+    """Give a schedule another learning rate at its position."""
     schedule.base_lrs = [lr]
     schedule._last_lr = [lr * schedule.lr_lambdas[0](schedule.last_epoch)]
     schedule.optimizer.param_groups[0]["lr"] = schedule._last_lr[0]
-    return was
 
 
 def gradient_norm(parameters: Iterable[Tensor], ranks: Ranks | None = None) -> Tensor:

@@ -7,6 +7,7 @@ import ast
 import inspect
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 from areal_core.config.import_paths import split_path
 from areal_core.errors import RewardError
@@ -18,41 +19,50 @@ KEYWORD = inspect.Parameter.KEYWORD_ONLY
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
-def check_reward_fn(reward_fn: str | RewardFn, folders: Iterable[str | Path], takes_row: bool) -> None:
+def check_reward_fn(
+    reward_fn: str | RewardFn, folders: Iterable[str | Path], takes_row: bool, columns: Collection[str] = ()
+) -> None:
     """Check the signature of a function, or of a named one whose source is below `folders`.
 
     Args:
         takes_row: the fields of the dataset's row are passed, `messages` among them.
+        columns: of the rows, where they are known.
 
     Raises:
         RewardError: it cannot be called; with the right signature.
     """
     if isinstance(reward_fn, str):
         if (found := signature_in_source(reward_fn, folders)) is not None:
-            check_signature(split_path(reward_fn, "reward function", RewardError)[1], found, takes_row)
+            check_signature(
+                split_path(reward_fn, "reward function", RewardError)[1], found, takes_row, columns
+            )
     else:
         check_signature(reward_fn.__name__, inspect.signature(reward_fn), takes_row)
 
 
-def check_columns(reward_fn: RewardFn, columns: Collection[str]) -> None:
+def check_columns(name: str, signature: inspect.Signature, columns: Collection[str]) -> None:
     """Raise RewardError if a function needs an argument that is no column of the rows."""
     given = {*TEXTS_AND_TOKENS, *columns}
-    for parameter in inspect.signature(reward_fn).parameters.values():
+    for parameter in signature.parameters.values():
         is_needed = parameter.default is parameter.empty and parameter.kind in (POSITIONAL, KEYWORD)
         if is_needed and parameter.name not in given:
             raise RewardError(
-                f"reward function {reward_fn.__name__} needs {parameter.name!r}, which is no column of the dataset: its "
+                f"reward function {name} needs {parameter.name!r}, which is no column of the dataset: its "
                 f"rows have {', '.join(sorted(columns))}; rename a column or the argument"
             )
 
 
-def check_signature(name: str, signature: inspect.Signature, takes_row: bool) -> None:
+def check_signature(
+    name: str, signature: inspect.Signature, takes_row: bool, columns: Collection[str] = ()
+) -> None:
     """Raise RewardError if a function of this signature cannot be called as one."""
     row = {"messages": None} if takes_row else {}
     try:
         signature.bind_partial(*TEXTS_AND_TOKENS, **row)
     except TypeError as error:
         raise RewardError(wrong_call(name, signature, str(error))) from None
+    if columns and takes_row:
+        check_columns(name, signature, columns)
 
 
 def wrong_call(name: str, signature: inspect.Signature, reason: str) -> str:
@@ -86,14 +96,18 @@ def signature_in_text(text: str, function: str) -> inspect.Signature | None:
 
 
 def signature_of(arguments: ast.arguments) -> inspect.Signature:
-    """Return the parameters of a function's definition, without their defaults' values."""
+    """Return the parameters of a function's definition; None stands for each default."""
     plain = [*arguments.posonlyargs, *arguments.args]
-    parameters = [inspect.Parameter(item.arg, POSITIONAL) for item in plain]
+    has_default = [False] * (len(plain) - len(arguments.defaults)) + [True] * len(arguments.defaults)
+    parameters = [parameter(*one, POSITIONAL) for one in zip(plain, has_default, strict=True)]
     if arguments.vararg:
         parameters.append(inspect.Parameter(arguments.vararg.arg, inspect.Parameter.VAR_POSITIONAL))
-    parameters += [
-        inspect.Parameter(item.arg, inspect.Parameter.KEYWORD_ONLY) for item in arguments.kwonlyargs
-    ]
+    of_names = zip(arguments.kwonlyargs, (one is not None for one in arguments.kw_defaults), strict=True)
+    parameters += [parameter(*one, KEYWORD) for one in of_names]
     if arguments.kwarg:
         parameters.append(inspect.Parameter(arguments.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
     return inspect.Signature(parameters)
+
+
+def parameter(item: ast.arg, has_default: bool, kind: Any) -> inspect.Parameter:
+    return inspect.Parameter(item.arg, kind, default=None if has_default else inspect.Parameter.empty)

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import string
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,31 +33,9 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 # Options of a family besides the common sizes; both values of `tie_word_embeddings` occur.
-TINY_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "pad_token_id": 73},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"tie_word_embeddings": False},
-    "qwen3_moe": {
-        "tie_word_embeddings": False,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "mlp_only_layers": [0],
-    },
-    "gemma2": {
-        "tie_word_embeddings": True,
-        "sliding_window": 8,
-        "query_pre_attn_scalar": 16,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 5.0,
-    },
-    "gemma3_text": {
-        "tie_word_embeddings": True,
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 16,
-    },
-}
+TINY_FAMILIES: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("families.toml").read_text(encoding="utf-8")
+)
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:

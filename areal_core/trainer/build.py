@@ -30,6 +30,7 @@ from areal_core.config import (
 )
 from areal_core.config.allocation import Parallel
 from areal_core.config.experiment import TimerConfig
+from areal_core.config.presets import leaves
 from areal_core.config.services import PerfTracerConfig
 from areal_core.config.train_engine import FSDPEngineConfig, OptimizerConfig
 from areal_core.data import PromptLoader
@@ -366,10 +367,24 @@ def build_loggers(
         if steps[0] == 0:
             set_aside_statistics(folder)
         loggers = [JsonlLogger(folder / "stats.jsonl"), *build_services(config, folder, steps[0])]
-        shown = masked_options(config_to_dict(config))
-        commit_file(folder / "config.json", json.dumps(shown, indent=2, default=str))
-        with StatsLogger(loggers, printers=[lines]) as logger:
-            yield logger
+        shown = json.dumps(masked_options(config_to_dict(config)), indent=2, default=str)
+        if steps[0] and (changed := options_changed(folder / "config.json", json.loads(shown))):
+            logger.info("continued with other options: %s", "; ".join(changed))
+        commit_file(folder / "config.json", shown)
+        with StatsLogger(loggers, printers=[lines]) as stats_logger:
+            yield stats_logger
+
+
+def options_changed(file: Path, options: dict[str, Any]) -> list[str]:
+    """Return how options differ from those in a file, without those of recording."""
+    with suppress(OSError, ValueError):
+        before = dict(leaves(json.loads(file.read_text())))
+        return [
+            f"{name} changed from {before[name]} to {value}"
+            for name, value in leaves(options)
+            if before.get(name, value) != value and not name.startswith("debug.")
+        ]
+    return []
 
 
 def set_aside_statistics(folder: Path) -> None:

@@ -420,7 +420,7 @@ def build_workflow(
             takes_row = found in (RLVRWorkflow, VisionRLVRWorkflow)
             check_reward_fn(reward, sys.path, takes_row)
             if takes_row and columns and inspect.isfunction(reward):
-                check_columns(reward, columns)
+                check_columns(reward.__name__, inspect.signature(reward), columns)
             reward = RewardPool(reward, num_workers=1)
             closing(reward.close)
         arguments["reward_fn"] = tracing.reward(reward)

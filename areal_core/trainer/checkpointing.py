@@ -192,8 +192,7 @@ class Recovery:
             state = load_checkpoint(checkpoint, engines, with_optimizer=not self.options.no_load_optim)
             self._position = msgspec.convert(state, Position)
             for name, schedule in schedules.items():
-                if (was := set_base_lr(schedule, own_lr[name])) != own_lr[name]:
-                    logger.info("%s.optimizer.lr changed from %g to %g", name, was, own_lr[name])
+                set_base_lr(schedule, own_lr[name])
         self._rng = rng_state()  # building the source may draw random numbers
         return self._position
 

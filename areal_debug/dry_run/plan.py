@@ -31,6 +31,7 @@ from areal_core.launch.job import Job
 from areal_core.launch.placement import Placement, place
 from areal_core.paths import run_folder
 from areal_core.trainer.build import count_steps, load_tokenizer
+from areal_debug.render import count
 
 LONGEST_TEXTS = 64  # of the dataset
 DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -153,7 +154,7 @@ def unchecked(config: AnyConfig) -> Iterator[str]:
         if not Path(path).expanduser().exists():
             yield f"{option} ({path} would be downloaded)"
     if config.train_dataset.type == "rl":
-        yield "the reward function and workflow (they are not imported)"
+        yield "what the reward function and workflow do (they are not imported)"
 
 
 def plan_length(config: AnyConfig) -> Steps:
@@ -169,6 +170,15 @@ def plan_length(config: AnyConfig) -> Steps:
     if num_rows is None:
         return Steps(None, text, None, config.total_train_steps)
     return Steps(num_rows, text, num_rows // data.batch_size, count_steps(config, num_rows))
+
+
+def columns_of(config: AnyConfig) -> set[str]:
+    """Return the columns of the rows that a reward gets, none where they are not on this machine."""
+    data = config.train_dataset
+    if data.type != "rl" or count_rows(config, data)[0] is None:
+        return set()
+    rows = read_rows(data.path, data.split, dict(data.dataset_kwargs))
+    return {"messages", *(column for row in rows[:1] for column in row)}
 
 
 def count_rows(config: AnyConfig, data: DatasetConfig) -> tuple[int | None, str]:
@@ -217,7 +227,11 @@ def plan_update(config: AnyConfig, model: TrainEngineConfig, allocation: Allocat
         rows *= config.gconfig.n_samples
     if isinstance(model, PPOActorConfig | PPOCriticConfig):
         minibatches = model.ppo_n_minibatches
-    micro = f"micro-batches of at most {limit:,} tokens" if limit else f"{model.mb_spec.n_mbs} micro-batches"
+    micro = (
+        f"micro-batches of at most {limit:,} tokens"
+        if limit
+        else count(model.mb_spec.n_mbs or 1, "micro-batch")
+    )
     checkpointing = ", activations recomputed" if model.gradient_checkpointing else ""
     compiled = ", layers compiled" if model.fsdp.compile else ""
     unit = "pairs" if isinstance(config, RWConfig | DPOConfig) else "sequences"

@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import click
 
 from areal_core.safety.durable import commit_file, commit_folder
 from areal_debug.cli import Verb, force_option, json_option
-from areal_debug.render import announce, errors_as_sentences, is_quiet, print_json, refuse_existing
+from areal_debug.render import announce, count, errors_as_sentences, is_quiet, print_json, refuse_existing
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.pyspy import Options
@@ -125,8 +125,10 @@ def live(search: Search, as_json: bool) -> int:
     announce(f"reading the stacks of all ranks, {options.num_samples} times")
     for again in range(LOOKS):
         with tempfile.TemporaryDirectory(prefix="hangdoctor-") as folder:
-            collect_host(search, Path(folder), options)
+            manifest = collect_host(search, Path(folder), options)
             snapshot = read_snapshot([Path(folder)])
+        if search == Search():
+            snapshot = replace(snapshot, notes=(_taken(manifest), *snapshot.notes))
         diagnosis = diagnose(snapshot)
         moves = diagnosis.label == "straggler_or_not_hung"
         is_open = unsettled(snapshot) or (diagnosis.label == "unknown" and len(snapshot.dumps) > 0)
@@ -135,6 +137,12 @@ def live(search: Search, as_json: bool) -> int:
         limit_s = (LOOKS - 1) * options.interval_s
         announce(f"these stacks do not show whether the job moves: looking again, for up to {limit_s:g} s")
     return show_diagnosis(diagnosis, snapshot, as_json)
+
+
+def _taken(manifest: Manifest) -> str:
+    """Return which job was read where nobody named one, and why this one."""
+    pids = [str(process.pid) for process in manifest.processes if process.rank is not None]
+    return f"read pid {', '.join(pids[:4])}: the only job of this user with RANK in its environment; --pid reads another"
 
 
 def _way_to_hosts(
@@ -200,6 +208,6 @@ def _summary(manifest: Manifest, to: Path) -> list[str]:
         )
     lines += [f"host {host.host}: {host.status}: {host.detail}" for host in manifest.hosts if host.detail]
     if manifest.num_masked:
-        lines.append(f"{manifest.num_masked} values that look like credentials are masked")
+        lines.append(f"masked, as they look like credentials: {count(manifest.num_masked, 'value')}")
     lines.append(f"{dumped} of {len(ranks)} ranks dumped into {to}. Next: areal-debug hang diagnose {to}")
     return lines

@@ -42,7 +42,7 @@ def collect_info() -> Info:
     version, num_working = metadata.version(OURS), sum(verb.works for verb in verbs)
     found = f"Broken: {count(len(problems), 'problem')} of what is installed" if problems else "Consistent"
     return Info(
-        verdict=f"{found}: {OURS} {version}, {num_working} of {count(len(verbs), 'verb')} work here",
+        verdict=f"{found}: {OURS} {version}, {num_working} of {count(len(verbs), 'verb')} can run with what is installed here",
         problems=problems,
         version=version,
         python=platform.python_version(),

@@ -1,29 +1,13 @@
 """What each verb can do here: by the extras that it needs, and by what this machine lacks."""
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from areal_debug.cli import VERBS
 
-NEEDS = {  # the extra of every use of the verb; the others need none
-    **dict.fromkeys(("demo", "train", "eval", "check"), "train"),
-    **dict.fromkeys(("replay", "goto", "crosscheck", "consistency"), "train"),
-    **dict.fromkeys(("serve", "agent"), "train"),
-    "query": "query",
-    "mcp": "mcp",
-}
-# Uses that need one more extra, or that can be impossible here.
-USES = {
-    "train": {"sglang servers": "sglang", "scheduler.type=ray": "ray", "actor.use_lora=true": "lora"},
-    "why": {"steps that are run again (--no-replay needs none)": "train"},
-    "crosscheck": {"--with trl": "trl", "--with verl": "verl"},
-    "consistency": {"--layers sglang": "sglang"},
-    "record": {
-        "archive, cut, and records in archives": "archive",
-        "archives at s3://": "s3",
-    },
-    "serve": {"--backend sglang": "sglang"},
-}
+NEEDS, USES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).values()
 
 
 @dataclass(frozen=True)

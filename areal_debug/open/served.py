@@ -60,7 +60,9 @@ def serve_workbench(run: Path, port: int) -> None:
         if workbench.problem:
             fail(workbench.problem.removeprefix("Error: "))
         with make_server(workbench, port) as server:
-            console().print(styled("{} at {} (Ctrl-C ends it)", run, server.address))
+            console().print(
+                styled("{} at {} (Ctrl-C ends it; -o FOLDER writes the pages and ends)", run, server.address)
+            )
             leave_terminal()
             server.serve_until_interrupted()
 

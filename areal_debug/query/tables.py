@@ -9,9 +9,11 @@ statistic of a step and number of a micro-batch, `calls` one per call of an agen
 """
 
 import json
+import tomllib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,55 +28,9 @@ from recorder.transcripts import Transcript, text_of, tool_uses
 KEPT_MANIFESTS = 20_000  # parsed step.json files of one rank each, about 200 MB
 TOKEN_NAMES = {"token_ids": "token_id", "logprobs": "logprob", "versions": "version"}
 OF_TOKENS = ("step", "rank", "row", "prompt_id", "sample_id")  # columns of the sample that a token repeats
-STEPS = pyarrow.schema(
-    {
-        "step": pyarrow.int64(),
-        "version": pyarrow.int64(),
-        "num_ranks": pyarrow.int32(),
-        "num_samples": pyarrow.int64(),
-        "num_tokens": pyarrow.int64(),
-        "size_bytes": pyarrow.int64(),
-        "mean_reward": pyarrow.float64(),
-    }
-)
-OUTCOMES = pyarrow.schema(
-    {
-        "step": pyarrow.int64(),
-        "rank": pyarrow.int32(),
-        "minibatch": pyarrow.int32(),
-        "micro_batch": pyarrow.int32(),
-        "name": pyarrow.string(),
-        "value": pyarrow.float64(),
-    }
-)
-OF_CALLS = {
-    "step": pyarrow.int64(),
-    "rank": pyarrow.int32(),
-    "prompt_id": pyarrow.int64(),
-    "episode": pyarrow.int32(),
-    "turn": pyarrow.int32(),
-}
-CALLS = pyarrow.schema(
-    OF_CALLS
-    | {
-        "after": pyarrow.int32(),
-        "agent": pyarrow.string(),
-        "failure": pyarrow.string(),
-        "messages": pyarrow.string(),
-        "answer": pyarrow.string(),
-        "finish": pyarrow.string(),
-        "reward": pyarrow.float64(),
-        "num_tool_calls": pyarrow.int32(),
-    }
-)
-TOOL_CALLS = pyarrow.schema(
-    OF_CALLS
-    | {
-        "tool": pyarrow.string(),
-        "arguments": pyarrow.string(),
-        "result": pyarrow.string(),
-        "failed": pyarrow.bool_(),
-    }
+STEPS, OUTCOMES, CALLS, TOOL_CALLS = (
+    pyarrow.schema({name: pyarrow.type_for_alias(kind) for name, kind in columns.items()})
+    for columns in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).values()
 )
 Read = Callable[[int, Collection[str]], Iterator[pyarrow.RecordBatch]]
 LeftOut = Callable[[], AbstractContextManager[None]]

@@ -105,7 +105,7 @@ def report_of_listing(record: "Record", summaries: "list[StepSummary]", max_line
         "scope": describe_recording(header.recording),
         "torch": header.environment["torch"]["build"],
         "code": header.environment["code"]["commit"],
-        "masked": f"{num_masks} values of the config" if num_masks else None,
+        "masked": f"{count(num_masks, 'value')} of the config" if num_masks else None,
         "mean reward": sparkline(rewards),
         **({"not known": describe_unknown(summaries)} if any(s.num_unknown for s in summaries) else {}),
     }

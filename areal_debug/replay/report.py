@@ -167,7 +167,11 @@ def difference_of(report: ReplayReport) -> str:
     kinds = ", ".join(sorted({difference.kind for difference in first.differences}))
     where = f"{num_different} of {len(report.steps)} steps have other numbers, the first is step {first.step} ({kinds})"
     if report.weights_diverge_at is not None:
-        return f"Weights diverge at step {report.weights_diverge_at}: {where}."
+        at, start = report.weights_diverge_at, report.started_at
+        if start is not None and start < at == report.steps[0].step:
+            ran = f"the replay began at step {start} and compares from step {at} on"
+            return f"Weights diverge at step {at} or before: {ran}; {where}."
+        return f"Weights diverge at step {at}: {where}."
     return f"Same weights, other numbers: {where}; after every step all {first.num_parameters} parameters have the recorded bits."
 
 
@@ -410,7 +414,7 @@ def report_of_comparison(report: ReplayReport) -> Report:
     headings = ("statistic", "recorded", "replayed", "mean recorded>", "mean replayed>", "change of means>")
     table = Table(headings, [whatif_cells(c) for c in moved[:WHATIF_SHOWN]])
     blocks: list[Block] = [Facts(rows_of_first(report) + rows_of_warnings(report)), table, Facts(rows)]
-    compared = f"Recorded against replayed over {len(report.steps)} steps. {difference_of(report)}"
+    compared = f"Recorded against replayed over {count(len(report.steps), 'step')}. {difference_of(report)}"
     verdict, _, evidence = compared.partition(": ")
     return Report(verdict, evidence, "", blocks)
 

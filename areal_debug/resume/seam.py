@@ -41,6 +41,7 @@ SIZES = {"batch", "size", "parallel", "gpus", "nodes", "accumulation", "samples"
 NO_SIZES = {"eval", "val", "validation", "test", "save", "log", "logging"}
 CLOCKS = ("_timestamp", "timestamp", "time", "wall_time")
 CONTINUED = re.compile(r"^continuing at step (\d+) from ", re.MULTILINE)
+SHOWN = {"unobserved": "not known"}
 PAUSE = 10  # times the usual time of a step
 
 
@@ -172,7 +173,10 @@ def cut(whole: Segment, step: int) -> tuple[Segment, Segment]:
     found = side(lambda steps: steps < step), side(lambda steps: steps >= step)
     if not all(one.run.by_name for one in found):
         steps = whole.steps
-        raise ValueError(f"--at {step}: {whole.path} has steps {steps[0]} to {steps[-1]}: give one between")
+        raise ValueError(
+            f"--at {step}: {whole.path} has steps {steps[0]} to {steps[-1]}: give one between, "
+            f"or also the record of the steps before: areal-debug record seam BEFORE {whole.path}"
+        )
     return found
 
 
@@ -518,7 +522,7 @@ def judge_layout(before: Segment, after: Segment) -> Found | None:
     ranks = [one.rows.record.step(one.rows.step[0]).manifest.num_ranks for one in (before, after) if one.rows]
     is_changed = abs(first - level) > max(usual_move(counts[0]), 0.2 * level) or ranks[0] != ranks[1]
     was, is_now = (
-        f"{count:g} rows a step, {n} ranks" for count, n in zip((level, first), ranks, strict=True)
+        f"{rows:g} rows a step, {count(n, 'rank')}" for rows, n in zip((level, first), ranks, strict=True)
     )
     return Found("rows" if is_changed else "", was, is_now)
 
@@ -578,6 +582,11 @@ def document_of(found: Seam) -> dict[str, Any]:
 
 def line_of(record: Path, step: int) -> str:
     """Return what a resume at a step of a record changed, one line; never raises for the record."""
+    last = f"steps/{step - 1:06d}"
+    if not (record / last).exists():  # it has the steps behind the resume only
+        others = [folder.parents[1] for folder in record.parent.glob(f"*/{last}")]
+        before = max(others, key=lambda folder: folder.stat().st_mtime, default="RECORD_BEFORE")
+        return f"resumed at step {step}: areal-debug record seam {before} {record} says what that changed"
     try:
         found = judge_seam(*cut(read_segment(record, step), step))
     except (ValueError, OSError, UnreadableRun) as error:
@@ -594,11 +603,16 @@ def report_of(found: Seam) -> Report:
     titles = ", ".join(texts()[one.id]["title"] for one in changed)
     word, level = VERDICTS[found.verdict]
     cells = [
-        (texts()[one.id]["title"], Cell(one.verdict, LEVELS[one.verdict]), one.before, one.after)
+        (
+            texts()[one.id]["title"],
+            Cell(SHOWN.get(one.verdict, one.verdict), LEVELS[one.verdict]),
+            one.before,
+            one.after,
+        )
         for one in found.states
     ]
     rows = rows_of("changed", [f"{one.what}; {texts()[one.id]['fix']}" for one in changed], "bad")
-    rows += rows_of("to observe", [f"{texts()[one.id]['title']}: {one.what}" for one in unseen], "dim")
+    rows += rows_of("to show it", [f"{texts()[one.id]['title']}: {one.what}" for one in unseen], "dim")
     rows.append(
         Row("refuted if", "an unbroken run of the same options shows the same jump at this step", "dim")
     )

@@ -290,7 +290,7 @@ def verdict_of(scale: Scale, golds: tuple[str, ...], findings: Sequence[Finding]
         return "problem", "it pays a right answer no more than a wrong one in any format that was tried"
     if any(finding.verdict == "pays" for finding in problems):
         names = [finding.kind for finding in problems if finding.verdict == "pays"]
-        return "problem", f"it pays for {'; '.join(names)}"
+        return "problem", f"it pays wrong answers of these kinds: {'; '.join(names)}"
     if problems:
         return "problem", "; ".join(f"{PROBLEMS[finding.verdict]}: {finding.kind}" for finding in problems)
     if not golds:

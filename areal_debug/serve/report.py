@@ -16,17 +16,8 @@ from areal_debug.serve.state import ServerState
 
 LEVELS: dict[str, Level] = {"ready": "good", "starting": "unsure"}
 STATUS_HEADINGS = (
-    "address",
-    "state",
-    "engine",
-    "up",
-    "answers in",
-    "weights",
-    "requests",
-    "joined",
-    "model",
-    "log",
-)
+    "address", "state", "engine", "up", "answers in", "weights", "requests", "joined", "model", "log",
+)  # fmt: skip
 LONGEST_PATH = 60
 
 

@@ -68,20 +68,22 @@ def plan_server(
     )
 
 
-def checked_model(model: str) -> str:
+def checked_model(model: str, needs: str = "config.json") -> str:
     """Return the model's folder as an absolute path, or a hub name (`owner/name`) unchanged.
+
+    `needs` is the file that the folder must have, if any.
 
     Raises:
         CannotServe: there is no such folder, or it is no checkpoint.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise CannotServe(f"{folder} has no config.json: give a checkpoint folder in Hugging Face format")
+        if needs and not (folder / needs).is_file():
+            raise CannotServe(f"{folder} has no {needs}: give a checkpoint folder in Hugging Face format")
         return str(folder.resolve())
     if folder.exists():
         raise CannotServe(f"{folder} is a file: give the folder that contains config.json and the weights")
-    if model.startswith(("/", ".", "~")) or model.count("/") != 1:
+    if model.startswith(("/", ".", "~")) or model.count("/") != 1 or folder.parent.is_dir():
         raise CannotServe(f"there is no model at {model}: give a checkpoint folder, or owner/name on the hub")
     return model
 

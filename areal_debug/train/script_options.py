@@ -6,7 +6,7 @@ translated into overrides of options.
 
 import ast
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import field, make_dataclass
 from pathlib import Path
@@ -158,23 +158,25 @@ def check_imports(script: Path) -> None:
 
 def check_model_folders(config: PPOConfig) -> None:
     """Raise ConfigError for a model that is not in a folder which is here: no name on the hub."""
+    from areal_debug.serve.start import CannotServe, checked_model
+
     models = {name: getattr(config, name, None) for name in ALL}
     paths = {f"{name}.path": model.path for name, model in models.items() if model is not None}
     for option, path in (paths | {"tokenizer_path": config.tokenizer_path}).items():
-        folder = Path(path).expanduser()
-        if path and not folder.exists() and folder.parent.is_dir():
-            raise ConfigError(
-                f"{option} is {path!r}, and {folder.absolute().parent} has no such folder: give the folder of a model, "
-                "or its name on the hub as owner/name"
-            )
-        if path and not folder.exists():
+        try:
+            found = checked_model(path, needs="") if path else "."
+        except CannotServe as error:
+            raise ConfigError(f"{option}: {error}") from None
+        if not Path(found).is_dir():
             logger.warning(
                 "there is no folder %s here: %s would be taken from the hub", masker().text(str(path)), option
             )
 
 
-def check_reward_functions(script: Path) -> None:
+def check_reward_functions(script: Path, columns: Collection[str] = ()) -> None:
     """Check the reward functions that a script passes to a trainer by name, without running it.
+
+    `columns` are those of the rows, where they are known.
 
     Functions that are not in the script itself, or in a file next to it or below the current
     folder, are checked when the run starts.
@@ -188,9 +190,9 @@ def check_reward_functions(script: Path) -> None:
     for name, takes_row in reward_functions(text):
         own = signature_in_text(text, name)
         if own is not None:
-            check_signature(name, own, takes_row)
+            check_signature(name, own, takes_row, columns)
         elif "." in name:
-            check_reward_fn(name, (script.parent, Path()), takes_row)
+            check_reward_fn(name, (script.parent, Path()), takes_row, columns)
 
 
 def reward_functions(text: str) -> Iterator[tuple[str, bool]]:

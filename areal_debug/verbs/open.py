@@ -16,6 +16,7 @@ from areal_debug.cli import Verb, force_option, json_option, output_option, samp
 from areal_debug.confined import ANYWHERE, reads_untrusted
 from areal_debug.render import (
     console,
+    count,
     end_if_damaged,
     errors_as_sentences,
     fail,
@@ -120,6 +121,8 @@ def command(
     if (path is None) != sample:
         raise click.UsageError("Give a RECORD, the folder of a RUN, or --sample.")
     path = path or unpacked()
+    if output is not None and output.suffix == ".html" and not is_record(path):
+        path = only_record(path, output)
     wanted = Asked(**asked)  # type: ignore[arg-type]
     lists = as_json and output is None and not save and not serve
     if (is_record(path) and not lists) or save or serve or wanted != NOTHING_ASKED:
@@ -131,6 +134,15 @@ def command(
             )
         return
     open_run(path, output, force, port, as_json)
+
+
+def only_record(run: Path, output: Path) -> Path:
+    """Return the record of a run of which one page is wanted. Raises ValueError if it is not one."""
+    records = [file.parent for file in run.glob("**/record.json")]
+    if len(records) != 1:
+        has = f"{run} has {count(len(records), 'record')}"
+        raise ValueError(f"{output} is one page, and {has}: give -o FOLDER for all pages, or one record")
+    return records[0]
 
 
 def open_run(run: Path, output: Path | None, force: bool, port: int, as_json: bool) -> None:
@@ -348,6 +360,8 @@ def serve_page(path: Path, asked: Asked, port: int, as_json: bool) -> None:
         if as_json:
             print_json({"record": str(path), "url": address})
         else:
-            console().print(styled("{} at {} (Ctrl-C ends it)", path, address))
+            console().print(
+                styled("{} at {} (Ctrl-C ends it; -o FILE.html writes it and ends)", path, address)
+            )
         leave_terminal()
         server.serve_until_interrupted()

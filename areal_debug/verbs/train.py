@@ -168,7 +168,7 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     from dataclasses import asdict
 
     from areal_core.safety.secrets import masker
-    from areal_debug.dry_run.plan import plan_run
+    from areal_debug.dry_run.plan import columns_of, plan_run
     from areal_debug.dry_run.report import report_of
     from areal_debug.report.terminal import print_answer
     from areal_debug.train.script_options import (
@@ -181,10 +181,10 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
 
     try:
         check_imports(script)
-        check_reward_functions(script)
         config, config_file, notes = load_options(arguments, script)
         check_model_folders(config)
         run = plan_run(script, config_file, config, notes)
+        check_reward_functions(script, columns_of(config))
         check_record(config)
     except ValueError as error:
         if not as_json:

@@ -267,16 +267,9 @@ def members(search: Search, table: dict[int, Process]) -> list[int]:
 def _matches(search: Search, process: Process) -> bool:
     if search.match and not re.search(search.match, " ".join(process.command)):
         return False
-    if search.variable and not _carries(process, search.variable):
+    if search.variable and search.variable not in (process.environment or {}).items():
         return False
     return search != Search() or process.uid == os.getuid()
-
-
-def _carries(process: Process, variable: tuple[str, str]) -> bool:
-    name, value = variable
-    return (
-        process.environment is not None and name in process.environment and process.environment[name] == value
-    )
 
 
 def _claim(process: Process) -> Claim:
@@ -372,7 +365,7 @@ def _nothing_found(search: Search, scope: list[int], table: dict[int, Process]) 
         pid = launchers[0]
         return (
             f"The job is starting: the launcher with pid {pid} (since {_start_of(pid)}) has no rank yet. "
-            f"Ask again in some seconds: areal-debug hang --pid {pid}"
+            f"Ask again in 30 s: areal-debug hang --pid {pid}"
         )
     return (
         f"No rank was found. Looked for a Python process {search}, among {len(table)} processes ({len(scope)} in reach"
@@ -417,9 +410,7 @@ def _launcher(ranks: list[Target], table: dict[int, Process]) -> list[Target]:
 
 
 def _absent(ranks: list[Target], world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return trainer ranks that the world size includes and no process claims: those of this host,
-    those of others.
-    """
+    """Return trainer ranks that no process claims: those of this host, those of others."""
     trainers = [target for target in ranks if target.role == "trainer"]
     expected = set(range(world_size))
     local = _ranks_of_this_host([target.process.environment or {} for target in trainers], expected)

@@ -107,7 +107,7 @@ def ancestors(pid: int, table: dict[int, Process]) -> list[int]:
 
 def read_facts(pid: int) -> ProcessFacts:
     """Return the facts of one process at this moment."""
-    stat, status = read_stat(pid), _status_lines(pid)
+    stat, status = read_stat(pid), status_lines(pid)
     return ProcessFacts(
         state=stat.state if stat else None,
         wchan=_wchan(pid),
@@ -116,7 +116,18 @@ def read_facts(pid: int) -> ProcessFacts:
         voluntary_switches=_whole_number(status, "voluntary_ctxt_switches"),
         involuntary_switches=_whole_number(status, "nonvoluntary_ctxt_switches"),
         start_time=boot_time() + stat.start_ticks / CLOCK_TICKS if stat else None,
+        backend=backend_of(PROC / str(pid)),
     )
+
+
+def backend_of(folder: Path) -> str | None:
+    """Return `nccl` or `gloo` by the names of a process's threads; None where they show neither."""
+    names = ""
+    with suppress(OSError):
+        for task in (folder / "task").iterdir():
+            with suppress(OSError):  # the thread has ended
+                names += (task / "comm").read_text().lower()
+    return next((backend for backend in ("nccl", "gloo") if backend in names), None)
 
 
 def boot_time() -> float:
@@ -146,7 +157,7 @@ def _split_zero(raw: bytes) -> tuple[str, ...]:
     return tuple(part.decode(errors="replace") for part in raw.split(b"\0") if part)
 
 
-def _status_lines(pid: int) -> dict[str, str]:
+def status_lines(pid: int) -> dict[str, str]:
     try:
         text = (PROC / str(pid) / "status").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -235,7 +246,7 @@ def connected_ports(pid: int) -> frozenset[int]:
     return frozenset(
         port_of(remote)
         for local, remote, state, inode in connections(pid)
-        if state == ESTABLISHED and inode in own and is_this_host(local, remote)
+        if state == ESTABLISHED and inode in own and local.rsplit(":", 1)[0] == remote.rsplit(":", 1)[0]
     )
 
 
@@ -269,8 +280,3 @@ def connections(pid: int) -> list[tuple[str, str, str, str]]:
 
 def port_of(address: str) -> int:
     return int(address.rsplit(":", 1)[1], 16)
-
-
-def is_this_host(local: str, remote: str) -> bool:
-    """True for a connection of this host with itself: both addresses are the same."""
-    return local.rsplit(":", 1)[0] == remote.rsplit(":", 1)[0]

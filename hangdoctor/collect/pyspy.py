@@ -16,7 +16,7 @@ from pathlib import Path
 
 from areal_core.safety.secrets import Masker
 from hangdoctor.collect.discover import Target
-from hangdoctor.collect.process import read_facts, read_stat
+from hangdoctor.collect.process import read_facts, read_stat, status_lines
 from hangdoctor.collect.registered import own_stacks
 from hangdoctor.collect.write import write_json, write_text
 from hangdoctor.errors import PySpyMissing
@@ -159,16 +159,11 @@ def current_access(their_uid: int | None) -> Access:
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     return Access(
         int(scope.read_text()) if scope.exists() else None,
-        bool(_effective_capabilities() & SYS_PTRACE),
+        bool(int(status_lines(os.getpid()).get("CapEff", "0"), 16) & SYS_PTRACE),
         os.getuid(),
         their_uid,
         Path("/.dockerenv").exists() or Path("/run/secrets/kubernetes.io").exists(),
     )
-
-
-def _effective_capabilities() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from areal_core.safety.private import make_private
-from hangdoctor.collect.process import PROC, read_stat
+from hangdoctor.collect.process import read_stat, status_lines
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 """Makes a registered rank write its stacks; frameworks and schedulers use SIGUSR1 and SIGUSR2."""
@@ -144,6 +144,4 @@ def own_stacks(file: Path, pid: int) -> str | None:
 
 
 def _handles(pid: int) -> bool:
-    lines = (PROC / str(pid) / "status").read_text().splitlines()
-    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
-    return bool(caught & 1 << (STACKS_SIGNAL - 1))
+    return bool(int(status_lines(pid).get("SigCgt", "0"), 16) & 1 << (STACKS_SIGNAL - 1))

@@ -80,6 +80,7 @@ class Reading:
     gpus: list[GpuFacts] = field(default_factory=list)
     source: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    steps: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def finish(reading: Reading, world_size: int | None) -> Snapshot:
@@ -98,7 +99,8 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
             if entry.role not in ("trainer", "child", "launcher") and entry.status != "dumped"
         ]
         world_size = world_size or reading.contents.world_size
-    world_size = world_size or world_size_of(reading) or ended.world_size
+    sizes = [int(value) for value in reading.world_sizes if value.isdecimal() and len(value) < 8]
+    world_size = world_size or (sizes[0] if len(sizes) == 1 else ended.world_size)
     return Snapshot(
         dumps=dumps,
         expected=expected_ranks(reading, listed.values(), dumps, world_size, ended),
@@ -118,6 +120,7 @@ def finish(reading: Reading, world_size: int | None) -> Snapshot:
         stopped=mask.text(ended.stopped),
         recovered=ended.recovered,
         complete=ended.complete or not reading.texts,
+        steps=reading.steps,
     )
 
 
@@ -128,6 +131,9 @@ def join_ended(reading: Reading, world_size: int | None) -> Ended:
     progress.
     """
     job = read_job_log(reading.texts)
+    times = {e.time: e.rank for e in reading.errors if e.time is not None and e.rank is not None}
+    if job.first is None and times:
+        job.first = times[min(times)]
     timed_out = {rank for log in reading.logs for rank, _, _ in watchdog_timeouts(log)}
     ended = endings_of(job, world_size, timed_out)
     for name, last in [(name, sample) for name, sample in reading.stacks if sample]:
@@ -196,11 +202,6 @@ def dump_of(reading: Reading, listed: dict[str, ProcessEntry], key: Key, mask: M
         facts=reading.facts.get(key, ProcessFacts()),
         command=mask.text(entry.command if entry else reading.commands.get(name, "")),
     )
-
-
-def world_size_of(reading: Reading) -> int | None:
-    sizes = [int(value) for value in reading.world_sizes if value.isdecimal() and len(value) < 8]
-    return sizes[0] if len(sizes) == 1 else None
 
 
 def absent_processes(reading: Reading, listed: Iterable[ProcessEntry]) -> dict[str, Status]:

@@ -72,7 +72,9 @@ def endings_of(job: JobLog, world_size: int | None, timed_out: set[int]) -> Ende
         known = found.endings.get(rank)
         if known is None or known.how == "ended":
             found.endings[rank] = Ending(rank, "ended", words, named=True)
-    first = job.first if job.first is not None else next((r for r in failures if r in found.endings), None)
+    first = job.first
+    if first is None and job.in_order:
+        first = next((rank for rank in failures if rank in found.endings), None)
     if first in found.endings:
         known = found.endings[first]
         found.endings[first] = Ending(first, known.how, known.words, known.named, True)

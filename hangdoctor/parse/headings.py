@@ -182,7 +182,7 @@ def section_header(line: str, current: Section) -> Section | None:
         return None
     said = line[0] in "#/=*$" or line.startswith((">>>", "---")) or line.rstrip("`* ").endswith(":")
     said = said or (len(bare) < 100 and LEADS_IN.match(bare) is not None)
-    return named_header(bare, said) or counted_header(bare)
+    return named_header(bare, said)
 
 
 def named_header(bare: str, said: bool) -> Section | None:
@@ -208,12 +208,8 @@ def named_header(bare: str, said: bool) -> Section | None:
             return Section(count=min(int(match[1]), MAX_RANKS), headed=True)
         match = SAID_RANKS.search(bare)
         return Section(numbers_in(match[1]) if match else (), headed=True)
-    return None
-
-
-def counted_header(bare: str) -> Section | None:
-    match = COUNTED.match(bare)
-    return Section(count=min(int(match[1]), MAX_RANKS), headed=True) if match else None
+    counted = COUNTED.match(bare)
+    return Section(count=min(int(counted[1]), MAX_RANKS), headed=True) if counted else None
 
 
 def numbers_in(text: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ is known. A prefix without a word for ranks is that of a node where torchrun its
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -23,6 +23,8 @@ from hangdoctor.tables import message, messages
 MAX_CHARACTERS = 32 << 20
 MAX_TRACEBACK, MAX_PREFIX = 20_000, 120
 REPORT_LINES = 60
+LAST_STEPS, MAX_STEP_CHARACTERS = 3, 1 << 18
+STEP = message("logs", "step")
 # Only a job that has ended, or a rank of it, leaves one of these.
 ENDED = messages("job_log", "ended")  # each by itself: what begins with a literal is found fast
 TORCHRUN_FILE = re.compile(
@@ -102,7 +104,7 @@ class JobLog:
     `exits` maps a rank to its exit code, if there is one, and the launcher's words; `named` maps a
     rank that others say they waited for to their words; `written` has the lines of each rank;
     `reported` are tracebacks in the launcher's report; `waited` are ranks whose watchdog says so;
-    `complete` says that it names all ranks that failed.
+    `complete` says that it names all ranks that failed, `in_order` that one log holds all failures.
     """
 
     attempts: dict[int, Attempt] = field(default_factory=dict)
@@ -117,6 +119,7 @@ class JobLog:
     reported: list[Failure] = field(default_factory=list)
     waited: set[int] = field(default_factory=set)
     complete: bool = False
+    in_order: bool = False
 
 
 def has_ended(text: str) -> bool:
@@ -129,15 +132,12 @@ def has_ended(text: str) -> bool:
     return any(pattern.search(text) for pattern in ENDED) or bool(whole)
 
 
-def read_job_log(texts: Iterable[Text]) -> JobLog:
-    job = JobLog()
+def read_job_log(texts: Sequence[Text]) -> JobLog:
+    job = JobLog(in_order=len(texts) == 1)
     for text in texts:
         lines = uncut(list(written_by(ANSI.sub("", text.text[-MAX_CHARACTERS:]), text.rank)))
-        for writer, line in lines:
-            said = SAYS_RANK.match(line) if writer is None else None
-            rank = int(said[1]) if said else writer
-            if rank is not None:
-                job.written.setdefault(rank, []).append(line)
+        for rank, found_lines in by_writer(lines).items():
+            job.written.setdefault(rank, []).extend(found_lines)
         read_messages(job, lines)
         number, mine = text.attempt, set[int | None]()
         if text.member.endswith(".json"):
@@ -153,6 +153,27 @@ def read_job_log(texts: Iterable[Text]) -> JobLog:
 Lines = list[tuple[int | None, str]]
 
 
+def by_writer(lines: Iterable[tuple[int | None, str]]) -> dict[int, list[str]]:
+    """Return the lines of each rank; a line without a prefix may begin with its rank."""
+    found: dict[int, list[str]] = {}
+    for writer, line in lines:
+        said = SAYS_RANK.match(line) if writer is None else None
+        rank = int(said[1]) if said else writer
+        if rank is not None:
+            found.setdefault(rank, []).append(line)
+    return found
+
+
+def logged_steps(text: str, rank: int | None) -> dict[int, tuple[int, ...]]:
+    """Return the last steps, at most LAST_STEPS, of which each rank of a log has written a line."""
+    lines = [line for line in text[-MAX_STEP_CHARACTERS:].split("\n") if STEP.search(line)]
+    if not lines:
+        return {}
+    written = by_writer(written_by("\n".join(lines), rank))
+    steps = {r: [int(m[1]) for line in mine if (m := STEP.search(line))] for r, mine in written.items()}
+    return {r: tuple(dict.fromkeys(found))[-LAST_STEPS:] for r, found in steps.items()}
+
+
 def written_by(text: str, rank: int | None) -> Iterator[tuple[int | None, str]]:
     """Yield the rank that wrote each line, and the line without what stands before its text."""
     matches = (m.start() for pattern in KNOWN for m in pattern.finditer(text))
@@ -161,9 +182,8 @@ def written_by(text: str, rank: int | None) -> Iterator[tuple[int | None, str]]:
     found = {prefix for prefix in found if prefix.strip() and "traceback" not in prefix}
     found |= {before for prefix in found if (before := WRITER.sub("", prefix).rstrip())}
     shapes = {re.sub(r"\d+", r"\\d+", re.escape(prefix)) for prefix in found}
-    known = re.compile(
-        "|".join(sorted([*list(shapes)[:200], r"\[rank\d+\]:|\[\d+\]<std\w+>:"], key=len, reverse=True))
-    )
+    longest_first = sorted(list(shapes)[:200], key=len, reverse=True)
+    known = re.compile("|".join([*longest_first, r"\[(?:rank|default)\d+\]:", r"\[\d+\]<std\w+>:"]))
     lines = text.replace("\r", "").split("\n")
     prefixes = [known.match(line) for line in lines]
     launched = zip(prefixes, lines, strict=True) if LAUNCHER.search(text) else ()

@@ -179,7 +179,9 @@ def text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-FACTS: dict[str, Any] = dict.fromkeys(("state", "wchan"), text) | dict.fromkeys(("cpu_s", "start_time"), real)
+FACTS: dict[str, Any] = dict.fromkeys(("state", "wchan", "backend"), text) | dict.fromkeys(
+    ("cpu_s", "start_time"), real
+)
 FACTS |= dict.fromkeys(("parent_pid", "voluntary_switches", "involuntary_switches"), number)
 
 

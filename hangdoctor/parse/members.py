@@ -99,7 +99,7 @@ def tar_members(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
                     return
                 content = tar.extractfile(member)
                 if content is not None:
-                    yield without_top(member.name), content.read(MAX_FILE_BYTES)
+                    yield member.name.removeprefix("./").lstrip("/"), content.read(MAX_FILE_BYTES)
     except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError) as error:
         notes.append(f"{path.name}: the tar is damaged after this point ({error})")
 
@@ -108,7 +108,3 @@ def is_plain(path: Path) -> bool:
     """Return whether a tar is not compressed: its first header has the magic of a tar."""
     with open_received(path) as file:
         return file.read(TAR_MAGIC_AT + 5).endswith(b"ustar")
-
-
-def without_top(name: str) -> str:
-    return name.removeprefix("./").lstrip("/")

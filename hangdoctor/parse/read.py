@@ -24,7 +24,7 @@ from hangdoctor.parse.flight_recorder import (
     ras_from,
     records_from,
 )
-from hangdoctor.parse.job_log import TORCHRUN_FILE, Text, has_ended
+from hangdoctor.parse.job_log import TORCHRUN_FILE, Text, has_ended, logged_steps
 from hangdoctor.parse.location import ProcessName, parse_name
 from hangdoctor.parse.logs import RELEVANT, has_timeouts, parse_error_file, parse_log
 from hangdoctor.parse.members import members_of
@@ -74,7 +74,11 @@ def read_snapshot(paths: Iterable[Path], world_size: int | None = None) -> Snaps
             take(reading, member, data)
     snapshot = finish(reading, world_size)
     found = snapshot.dumps or snapshot.records or snapshot.ras or snapshot.expected or snapshot.endings
-    if not (found or any(RELEVANT.search(line) for log in snapshot.logs for line in log.lines)):
+    if not (
+        found
+        or len(set(snapshot.steps.values())) > 1
+        or any(RELEVANT.search(line) for log in snapshot.logs for line in log.lines)
+    ):
         searched = ", ".join(map(str, paths)) or "nothing"
         notes = "; ".join(snapshot.notes[:3])
         raise HangInputError(
@@ -141,7 +145,13 @@ def take_log(reading: Reading, place: location.Place, member: str, data: bytes) 
     text, process = data.decode(errors="replace"), parse_name(place.file)
     if reading.contents is None and (has_ended(text) or parse_stacks_text(text)):
         raise UnreadableDump("a log with stacks in it")
+    add_log(reading, process, text)
+
+
+def add_log(reading: Reading, process: ProcessName, text: str) -> None:
     reading.logs.append(parse_log(process.name, process.rank, text))
+    if process.role == "trainer":
+        reading.steps |= logged_steps(text, process.rank)
 
 
 def take_error(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
@@ -191,7 +201,7 @@ def take_ended(reading: Reading, place: location.Place, member: str, text: str) 
     place_in_job = TORCHRUN_FILE.search(member)
     attempt = int(place_in_job["attempt"]) if place_in_job else 0
     reading.texts.append(Text(member, process.rank, attempt, text))
-    reading.logs.append(parse_log(process.name, process.rank, text))
+    add_log(reading, process, text)
 
 
 def take_object(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
@@ -225,7 +235,7 @@ def take_text(reading: Reading, place: location.Place, member: str, text: str) -
         reading.refusals.setdefault(process.name, refused)
         return
     if not sections or place.file.endswith(".log") or has_timeouts(text):
-        reading.logs.append(parse_log(process.name, process.rank, text))
+        add_log(reading, process, text)
     pairs, notes = owners_of(sections, process, reading.world_size)
     reading.notes += notes
     for owner, section in pairs:

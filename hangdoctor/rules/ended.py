@@ -12,11 +12,13 @@ from hangdoctor.parse.logs import first_match
 from hangdoctor.rules.verdict import (
     Verdict,
     begin,
+    behind_by_steps,
     make_verdict,
     name_ranks,
     operation,
     place,
     plural,
+    ranks_text,
     stack_evidence,
     wait_in,
     waiting_evidence,
@@ -52,11 +54,15 @@ def ended_otherwise(case: Case, graph: Graph) -> Verdict | None:
         known = written or case.snapshot.complete or culprit.how == "killed"
         who = f"rank {culprit.rank}" if known else "a rank that the log does not name"
         what = f"{who} {HOW[culprit.how]} ({culprit.words[:200]})"
+        if len(failed) > 1 and not culprit.first:
+            what += ", and so did others: separate logs do not show who was first, torchrun's report does"
         others = f", and ranks {rank_ranges(lost)} lost their peer" if lost else ""
         summary = f"Nothing shows a hang: {what}{others}."
         blamed = (culprit.rank,) if known else ()
     elif stopped:
-        summary = f"Nothing shows a hang: the job was ended from outside ({stopped})."
+        behind, fact = behind_by_steps(case)
+        shown = f"{begin(ranks_text(behind))} {fact}" if behind else "Nothing shows a hang"
+        summary = f"{shown}: the job was ended from outside ({stopped})."
     else:
         summary = f"Ranks {rank_ranges(lost) or 'unknown'} lost a peer, and no log says which failed."
     if case.snapshot.recovered:

@@ -178,7 +178,8 @@ def lock_deadlock(case: Case, graph: Graph) -> Verdict | None:
     ]
     if not locked:
         return None
-    cycle = any(rival(s) or import_cycle(s) for s in locked)
+    rivals = [t for s in locked for t in s.threads[1:] if t.wait.kind in ("lock", "gil") and t.wait.chain]
+    cycle = bool(rivals) or any(map(import_cycle, locked))
     what = "for a lock while another of its threads waits for a lock too" if cycle else "for a lock"
     best = "high" if cycle else "medium"
     return one_rank_verdict("lock_deadlock", case, graph, locked, what, best, locked_threads(locked))
@@ -216,18 +217,12 @@ def behind_loader(process: Process) -> bool:
 
 
 def import_cycle(process: Process) -> bool:
-    """True if a thread waits for the import lock of a module while the main thread, inside an
-    import, waits for a thread.
-    """
+    """True if a thread waits for a module's import lock while the main thread imports."""
     inside = any(
         f.function == "_find_and_load" or (f.function == "<module>" and f.file.endswith("__init__.py"))
         for f in process.wait.frames
     )
     return inside and any(t.wait.operation == IMPORT_LOCK for t in process.threads[1:])
-
-
-def rival(process: Process) -> bool:
-    return any(t.wait.kind in ("lock", "gil") and t.wait.chain for t in process.threads[1:])
 
 
 def locked_threads(processes: list[Process]) -> tuple[Evidence, ...]:

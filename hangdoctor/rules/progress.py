@@ -10,6 +10,7 @@ from hangdoctor.recorded_operations import behind_by_ras
 from hangdoctor.rules.verdict import (
     Verdict,
     begin,
+    behind_by_steps,
     make_verdict,
     name_ranks,
     place,
@@ -23,6 +24,7 @@ from hangdoctor.tables import ENGINE_LOOP, message
 
 # Work that a job does once, at its start: with one sample it is more likely slow than stuck.
 ONCE = ("compile", "load", "running")
+STARTING = ("import", "load")
 # C code that computes shows no frame of its own, and the dump may call its thread idle.
 COMPUTING = message("progress", "computing")
 WATCHDOG_STUCK = message("progress", "watchdog_stuck")
@@ -54,6 +56,8 @@ def straggler_or_not_hung(case: Case, graph: Graph) -> Verdict | None:
             stack_evidence(sources[:3], "polls for requests") + waiting_evidence(graph) + stillness(case),
             "idle_engine",
         )
+    if case.num_samples < 2 and all(s.wait.kind in STARTING for s in case.ranks):
+        return slow(case, graph, sources)
     unseen = case.num_samples < 2 or all(s.ran is None and s.cpu_fraction is None for s in sources)
     most = len(sources) * 2 > len(case.ranks) > len(sources)
     # Most ranks in plain code while a few wait is no picture of a few slow ones.
@@ -116,16 +120,17 @@ def slow(case: Case, graph: Graph, sources: tuple[Process, ...]) -> Verdict:
     """Return the verdict for ranks that compute, compile or load while the others wait."""
     everybody = len(sources) == len(case.ranks)
     what = {s.wait.kind for s in sources}
-    doing = "compiling" if what == {"compile"} else "loading" if what <= {"import", "load"} else "working"
+    doing = "compiling" if what == {"compile"} else "loading" if what <= set(STARTING) else "working"
     unsure = case.num_samples < 2 or (len(sources) * 2 > len(case.ranks) and not everybody)
-    starting = what <= {"import", "load"} and all(map(starts, (s.wait for s in case.ranks)))
+    starting = what <= set(STARTING) and all(map(starts, (s.wait for s in case.ranks)))
     where = f"at {place(sources[0])}"
     if starting:
         loads = f"{plural(sources, 'imports', 'import')} or {plural(sources, 'loads', 'load')}"
-        summary = f"The job is starting: {name_ranks(sources)} {loads} {where}. Ask again in some seconds."
+        again = "Take the stacks again in 30 s (areal-debug hang): a start that stands still hangs."
+        summary = f"The job is starting: {name_ranks(sources)} {loads} {where}. {again}"
     elif everybody and len(sources) == 1 and not case.snapshot.expected:
         unread = "whether another waits for it is not known"
-        summary = f"Only {name_ranks(sources)} was read: it is {doing} {where}; {unread}."
+        summary = f"Only {name_ranks(sources)}{' of the trainer' * bool(case.others)} was read: it is {doing} {where}; {unread}."
     elif everybody:
         summary = f"No rank waits for another: all ranks are {doing}."
     else:
@@ -153,7 +158,7 @@ def unknown(case: Case, graph: Graph) -> Verdict:
         )
     elif len(ranks) == 1:
         where = f"it is at {place(ranks[0])}; the other ranks are needed for a diagnosis."
-        summary = f"Only {name_ranks(ranks)} was read: {where}"
+        summary = f"Only {name_ranks(ranks)}{' of the trainer' * bool(case.others)} was read: {where}"
     else:
         summary = f"{len(ranks)} ranks were read; their stacks do not show what they wait for."
     few = len(sources) * 2 <= len(ranks)
@@ -170,9 +175,11 @@ def from_records_alone(case: Case) -> Verdict:
     """Return the verdict without stacks: records show which rank is behind, not where it is."""
     behind = next((f for f in case.findings if f.kind == "behind"), None)
     odd, fact = (behind.odd_ranks, behind.detail) if behind else behind_by_ras(case.snapshot.ras)
+    evidence = (Evidence(rank_ranges(odd), fact),) if odd else ()
+    if not odd:
+        odd, fact = behind_by_steps(case)
     who = f"{plural(odd, 'Rank', 'Ranks')} {rank_ranges(odd)} {plural(odd, 'is', 'are')}"
     summary = f"{who} behind ({fact}); without stacks the cause is unknown."
-    evidence = (Evidence(rank_ranges(odd), fact),) if odd else ()
     if not odd:
         found = first_match(case.snapshot.logs, WATCHDOG_STUCK)
         summary = "No rank's stack was read." + (f" A log: {found[1].string.strip()[:200]}" if found else "")
@@ -186,7 +193,7 @@ def to_collect(case: Case) -> tuple[str, ...]:
     native = any(frame.native for s in case.ranks for frame in s.wait.frames[:3])
     wanted = {
         f"the stacks of {who}: areal-debug hang collect --to FOLDER": len(case.ranks) < 2 or case.missing,
-        "a second sample some seconds later: it distinguishes slow from stuck": case.num_samples < 2,
+        "a second sample 10 s later, as hang collect takes: it shows slow or stuck": case.num_samples < 2,
         "native frames (py-spy dump --native): they show locks, sleeps and waits that Python frames hide": not native,
         "Flight Recorder dumps (TORCH_FR_BUFFER_SIZE=2000): they number the collectives of each group": (
             not case.snapshot.records

@@ -22,19 +22,12 @@ from hangdoctor.rules.verdict import (
     waiting_evidence,
     waiting_for,
 )
-from hangdoctor.tables import LAST_CALLS, MODULE_ENTRIES, message, messages
+from hangdoctor.tables import LAST_CALLS, MESSAGES, MODULE_ENTRIES, message, messages
 from hangdoctor.waits import context
 
 STORE_BARRIER = messages("start_and_end", "store_barrier")
 STORE_COMPLETE = message("start_and_end", "store_complete")
-STATUS_TEXTS = {
-    "gone": "has no process that could be dumped",
-    "stopped": "is stopped (state T) and runs no instruction",
-    "timed_out": "did not respond to the collector in time",
-    "not_permitted": "could not be read: permission denied",
-    "not_python": "runs no Python that can be read",
-    "dumped": "returned no stack",
-}
+STATUS_TEXTS: dict[str, str] = MESSAGES["start_and_end"]["statuses"]
 
 
 def init_deadlock(case: Case, graph: Graph) -> Verdict | None:

@@ -11,6 +11,7 @@ from hangdoctor.rules.verdict import (
     apart,
     apart_evidence,
     begin,
+    behind_by_steps,
     confidence,
     make_verdict,
     name_ranks,
@@ -42,8 +43,10 @@ def collective_mismatch(case: Case, graph: Graph) -> Verdict | None:
         return found
     if not case.lost and graph.waiting and graph.sources and all(map(waits_for_requests, graph.source_ranks)):
         return out_of_step(case, graph)
-    if graph.sources or case.lost or not graph.waiting or same_place(graph.waiting):
+    if graph.sources or case.lost or not graph.waiting:
         return None
+    if same_place(graph.waiting):
+        return of_two_steps(case, graph)
     if any(s.wait.operation == "new_group" for s in graph.waiting_ranks):
         return None  # group creation belongs to init_deadlock
     clusters = [c for c in graph.waiting if c.wait.kind != "device"]
@@ -62,6 +65,24 @@ def collective_mismatch(case: Case, graph: Graph) -> Verdict | None:
         + (record_evidence(behind) if behind else ())
         + waiting_evidence(graph, odd)
         + stillness(case),
+    )
+
+
+def of_two_steps(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict for ranks at one place in different steps, by their logs: some left out a
+    collective, or called one more.
+    """
+    behind, fact = behind_by_steps(case)
+    if not behind:
+        return None
+    where = f"{wait_in(graph.waiting_ranks)} at {place(graph.waiting_ranks[0])}"
+    return make_verdict(
+        "collective_mismatch",
+        confidence(case, graph, graph.waiting_ranks, "medium"),
+        [s for s in graph.waiting_ranks if s.rank in case.snapshot.steps],
+        f"{begin(where)}, but in different steps: {ranks_text(behind)} {fact}.",
+        waiting_evidence(graph) + stillness(case),
+        "two_steps",
     )
 
 

@@ -247,6 +247,21 @@ def stillness(case: Case) -> tuple[Evidence, ...]:
     return (Evidence(rank_ranges(ranks_of(moved)) if case.num_samples > 1 else "", fact),)
 
 
+def behind_by_steps(case: Case) -> tuple[tuple[int, ...], str]:
+    """Return the ranks that have logged one step less than the others, and the finding as text.
+
+    Logs count only where they hold the same lines up to there: some ranks log other steps, or none.
+    """
+    steps = case.snapshot.steps
+    last = max((found[-1] for found in steps.values()), default=0)
+    ahead = sorted(rank for rank, found in steps.items() if found[-1] == last)
+    behind = sorted(set(steps) - set(ahead))
+    known = steps[ahead[0]][:-1] if behind else ()
+    if not behind or any(steps[rank][-2:] != known[-2:] for rank in behind):
+        return (), ""
+    return tuple(behind), f"last logged step {known[-1]}, while {ranks_text(ahead)} logged step {last}"
+
+
 def child_evidence(case: Case, processes: Sequence[Process], what: str) -> tuple[Evidence, ...]:
     """Return what the child processes that may be waited for are in."""
     pairs = [(process, child) for process in processes[:4] for child in case.children_of(process.name)[:4]]

@@ -165,7 +165,7 @@ def one_side(case: Case, graph: Graph, inside: list[Side]) -> Verdict | None:
     waiting = [s.process for s in inside]
     if [s for s in graph.source_ranks if s not in waiting]:
         return None
-    if absent := absent_engines(case):
+    if absent := tuple(name for name in case.snapshot.absent if name.startswith("engine")):
         names = ", ".join(absent[:4])
         why = f"{names} {'is' if len(absent) == 1 else 'are'} on the other side and {case.snapshot.absent[absent[0]].replace('_', ' ')}"
         return replace(verdict(case, graph, inside, [], why, "high"), culprits=absent)
@@ -175,10 +175,6 @@ def one_side(case: Case, graph: Graph, inside: list[Side]) -> Verdict | None:
     meets = inside[0].joins_group or inside[0].wait.kind in ("collective", "p2p")
     why = f"the {other}, which must be on the other side, was not read"
     return verdict(case, graph, inside, [], why, "medium" if meets else "low")
-
-
-def absent_engines(case: Case) -> tuple[str, ...]:
-    return tuple(name for name in case.snapshot.absent if name.startswith("engine"))
 
 
 def verdict(

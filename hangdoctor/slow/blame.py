@@ -245,12 +245,9 @@ def slow_ranks(
         "slow_rank", sure, cause, numbers, "", summary, place, evidence, settling(cause, worst.pid)
     )
     if cause == "rollout":
-        return with_server(answer, blame_server(seen, late_tracks(seen, numbers)))
+        mine = {i for i, track in enumerate(seen.tracks) if track.rank in numbers}
+        return with_server(answer, blame_server(seen, mine))
     return answer
-
-
-def late_tracks(seen: Observation, numbers: Sequence[int]) -> set[int]:
-    return {i for i, track in enumerate(seen.tracks) if track.rank in numbers}
 
 
 def late_ranks(ranks: Sequence[Budget]) -> list[Budget]:
@@ -259,15 +256,12 @@ def late_ranks(ranks: Sequence[Budget]) -> list[Budget]:
     """
     usual = upper_quartile([budget.waiting for budget in ranks])
     worst = min(ranks, key=lambda budget: budget.waiting)
-    if usual - worst.waiting < max(LEAST_EXCESS, SURE_SIGMA * sigma(usual, worst)):
+    variance = usual * (1 - usual) + worst.waiting * (1 - worst.waiting)
+    sigma = math.sqrt(variance / worst.num_samples)
+    if usual - worst.waiting < max(LEAST_EXCESS, SURE_SIGMA * sigma):
         return []
     near = worst.waiting + (usual - worst.waiting) / 3
     return [budget for budget in ranks if budget.waiting <= near and budget.late >= LEAST_LATE]
-
-
-def sigma(usual: float, budget: Budget) -> float:
-    own = budget.waiting
-    return math.sqrt((usual * (1 - usual) + own * (1 - own)) / budget.num_samples)
 
 
 def cause_of(

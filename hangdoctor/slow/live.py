@@ -15,7 +15,7 @@ from hangdoctor.errors import HangInputError, UnreadableDump
 from hangdoctor.frames import main_thread
 from hangdoctor.parse.stacks_json import parse_stacks_json
 from hangdoctor.slow.blame import Budget, SlowVerdict, judge
-from hangdoctor.slow.phases import WAITING, place_of
+from hangdoctor.slow.phases import MAY_COLLECT, WAITING, place_of
 from hangdoctor.slow.sample import PARALLEL, SECONDS, TIMEOUT_S, collects_garbage, observe
 
 LOOKS, LOOK_FOR_S = 8, 4.0
@@ -23,18 +23,6 @@ LOOK_EVERY_S = 0.17
 WORKER_LOOKS, MAX_WORKERS = 4, 8
 LEAST_BUSY = 0.5
 LEAST_SHARE = 0.1
-UNEXPLAINED = (
-    "forward",
-    "backward",
-    "input",
-    "optimizer",
-    "reward",
-    "evaluation",
-    "other",
-    "logging",
-    "swap",
-)
-"""Phases that the collector may run in the middle of."""
 
 
 def who_is_slow(search: Search, seconds: float = SECONDS) -> SlowVerdict:
@@ -98,7 +86,7 @@ def collector_suspects(verdict: SlowVerdict) -> list[Budget]:
 def may_collect(budget: Budget) -> bool:
     return any(
         budget.shares.get(phase, 0.0) >= LEAST_SHARE and budget.busy[phase] >= LEAST_BUSY
-        for phase in UNEXPLAINED
+        for phase in MAY_COLLECT
         if phase in budget.busy and phase not in WAITING
     )
 

@@ -26,30 +26,11 @@ STARTUP = "startup"
 CAUSES: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
+# Phases of `tables.phases_of` and kinds of waits, in our terms; phase to those that it may serve.
+SAME, KINDS, MEANS, MAY_COLLECT = (CAUSES.pop(name) for name in ("same", "kinds", "means", "may_collect"))
 PHASE_NAMES = {cause: row["name"] for cause, row in CAUSES.items() if row.get("is_phase", True)}
-# Phases of `tables.phases_of` and kinds of waits, in our terms.
-SAME = {"checkpoint": "checkpoint", "data": "input", "init": STARTUP}
-KINDS = {
-    "collective": "collective",
-    "p2p": "collective",
-    "store": "collective",
-    "destroy": "collective",
-    "http": "http",
-    "rpc": "http",
-    "checkpoint": "checkpoint",
-    "data": "input",
-}
 REQUEST = "http"
 """A request to some server: the calls around it decide for what, by default for a rollout."""
-MEANS = {
-    REQUEST: {"input", "reward", "checkpoint", "logging", "evaluation", "weight_sync", "rollout"},
-    "forward": {"backward", "evaluation", "reward", "rollout", "checkpoint"},
-    "backward": {"optimizer"},
-    "checkpoint": {"input", "weight_sync"},
-    "optimizer": set(),
-    "input": {"evaluation"},
-}
-"""Phase to those phases around it which it only serves."""
 IMPORTER = "<frozen importlib"
 MOST_FAULTS = 50
 """Major page faults between two rounds: more is a rank that waits for its memory."""

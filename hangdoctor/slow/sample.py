@@ -93,7 +93,7 @@ def observe(search: Search, seconds: float = SECONDS) -> Observation:
         while is_on(time.monotonic() - started, num_rounds, seconds):
             begin, turn = time.monotonic(), num_rounds % max(len(seen), 1)
             list(pool.map(partial(look, tool=tool), seen[turn:] + seen[:turn]))
-            if new := requested_ports(seen) - looked_up:
+            if new := {port for one in seen for port in one.ports} - looked_up:
                 looked_up |= new
                 pids = {pid for engine in engines for pid in engine.pids}
                 engines += find_engines((), new, [*known, *pids])
@@ -131,10 +131,6 @@ def look(seen: Seen, tool: str) -> None:
     seen.activities.append(activity)
     requests = activity is not None and activity.phase == "rollout"
     seen.ports = connected_ports(pid) if requests else frozenset()
-
-
-def requested_ports(seen: list[Seen]) -> set[int]:
-    return {port for one in seen for port in one.ports}
 
 
 def source_line(file: str, line: int) -> str:

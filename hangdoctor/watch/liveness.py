@@ -36,7 +36,11 @@ def read_signs(job: Job, beats: dict[str, Beat], gpu_watts: float | None) -> lis
     ranks = [target for target in job.targets if target.role not in ("child", "launcher")]
     known = {target.name for target in ranks}
     found = [_signs_of(target, beats.get(target.name), gpu_watts) for target in ranks]
-    return found + [_beating(beat) for name, beat in beats.items() if name not in known]
+    return found + [
+        Signs(beat.name, True, beat.step, beat.time, beat.done)
+        for name, beat in beats.items()
+        if name not in known
+    ]
 
 
 def gpu_watts() -> float | None:
@@ -52,10 +56,6 @@ def _signs_of(target: Target, beat: Beat | None, watts: float | None) -> Signs:
         return Signs(target.name, alive, beat.step, beat.time, beat.done)
     cpu_s = stat.cpu_s if stat is not None else None
     return Signs(target.name, alive, log_bytes=_log_bytes(target.pid), gpu_watts=watts, cpu_s=cpu_s)
-
-
-def _beating(beat: Beat) -> Signs:
-    return Signs(beat.name, True, beat.step, beat.time, beat.done)
 
 
 def _log_bytes(pid: int) -> int | None:

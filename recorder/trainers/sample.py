@@ -189,7 +189,7 @@ class PerToken:
         if before and (before < 0 or before != self.prompt_length):
             completion = "" if self.prompt_length is None else f" or {self.size - self.prompt_length}"
             found = len(array) if array.ndim else "one"
-            raise RecordError(f"{self.where}: {found} values of {name}, {self.size}{completion} expected")
+            raise RecordError(f"{self.where}: {name} has {found} values: give {self.size}{completion}")
         if not before:
             return array
         return np.concatenate([np.full((before, *array.shape[1:]), fill, array.dtype), array])

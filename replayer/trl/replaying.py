@@ -350,7 +350,7 @@ class Replaying(Watcher):
         self.end = begin_of(self.record, self.rank, after[0]) if after else None
         updates = [at for at, item in enumerate(self.details["work"], 1) if "lr" in item]
         if self.end is not None and len(updates) > (count := self.end - self.details["optimizer_step"]) > 0:
-            # a run resumed before the last of them, and generated anew
+            # the run resumed before the last of them, and generated again
             work = self.details["work"][: updates[count - 1]]
             self.details = {**self.details, "work": work, "is_complete": False}
 

@@ -94,6 +94,8 @@ def test_unknown_option_is_named_with_the_nearest_one(write, override, error_tex
     message = refused(["--config", write(GRPO_0_5_1), override])
     assert message.startswith(f"override {override!r}: ")
     assert message.endswith(error_text)
+    both = refused(["--config", write(GRPO_0_5_1.replace("seed: 7", "sead: 7")), override, "actr.x=1"])
+    assert [line.split(": ")[1][:14] for line in both.splitlines()][::2] == ["unknown option"] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Verifiable rewards, their lookup, and a pool that survives functions that hang, die or fail."""
 
+import inspect
 import time
 import uuid
 
@@ -9,6 +10,7 @@ import pytest
 from areal_core.errors import RewardError
 from areal_core.reward import RewardPool, arithmetic_reward_fn, gsm8k_reward_fn, load_reward_fn
 from areal_core.reward.signature import check_columns, check_reward_fn
+from areal_debug.train.script_options import check_reward_functions
 
 # One function that fails as its row defines.
 FUNCTIONS = """
@@ -233,9 +235,26 @@ def test_an_argument_that_is_no_column_of_the_rows_is_named():
     def score(prompt, completions, prompt_ids, completion_ids, answer, scale=1.0, **row):
         return 1.0
 
-    check_columns(score, ["messages", "answer"])
+    check_columns("score", inspect.signature(score), ["messages", "answer"])
     with pytest.raises(RewardError, match="its rows have gold, messages; rename"):
-        check_columns(score, ["messages", "gold"])
+        check_columns("score", inspect.signature(score), ["messages", "gold"])
+
+
+@pytest.mark.parametrize(
+    "argument", ["answer", "*, answer", "anser=None", "*, anser=None", "anser", "*, anser"]
+)
+def test_a_script_whose_reward_needs_no_column_of_the_rows_is_refused_before_the_run(tmp_path, argument):
+    script = tmp_path / "train.py"
+    call = 'trainer.train(workflow_kwargs={"reward_fn": score})'
+    script.write_text(
+        f"def score(prompt, completions, prompt_ids, completion_ids, {argument}, **row): 1\n{call}\n"
+    )
+    check_reward_functions(script)
+    if not argument.endswith("anser"):
+        check_reward_functions(script, {"answer", "messages"})
+        return
+    with pytest.raises(RewardError, match="'anser', which is no column of the dataset"):
+        check_reward_functions(script, {"answer", "messages"})
 
 
 RIGHT = "define it as\n    def score(prompt, completions, prompt_ids, completion_ids, answer, **row) -> float"

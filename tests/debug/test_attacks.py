@@ -60,7 +60,7 @@ def verbs(record: str, run: str) -> dict[str, list[str]]:
 # What they say of a run that nobody attacked, with exit code 2.
 INCONCLUSIVE = {
     "trace": "Too few steps: 3, and a slow one shows among 4 steps or more",
-    "hang diagnose": "a second sample some seconds later",
+    "hang diagnose": "a second sample 10 s later",
     "record coverage": "Inconclusive: 12 groups of 1 rows of data",
     "agent replay": "has no episode of an agent at 1",
 }

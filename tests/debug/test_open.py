@@ -247,5 +247,9 @@ def test_sample_of_the_package_shows_a_hang_and_a_collapsed_policy(tmp_path, mon
     assert found == {"record": "complete", "metrics": "problem", "hang": "hung"}
     assert CliRunner().invoke(main, ["doctor", "areal-debug-sample/record"]).exit_code == 1
     assert CliRunner().invoke(main, ["record", "verify", "areal-debug-sample/record"]).exit_code == 0
+    page = CliRunner().invoke(main, ["open", "--sample", "-o", "page.html"])
+    assert (page.exit_code, Path("page.html").is_file()) == (0, True)
+    hidden = CliRunner().invoke(main, ["open", "--sav", "x"])  # of --save, which help does not list
+    assert (hidden.exit_code, "--save" in hidden.stderr) == (2, False)
     both = CliRunner().invoke(main, ["open", "areal-debug-sample", "--sample"])
     assert (both.exit_code, "or --sample" in both.stderr) == (2, True)

@@ -213,4 +213,7 @@ def test_a_run_says_in_one_line_what_its_own_resume_changed(tmp_path):
     assert line.endswith(f"(areal-debug record seam {tmp_path / 'record'} --at 12)")
     assert "\n" not in line
     assert "is unknown (" in line_of(tmp_path / "record", STEPS)
-    assert "is unknown (" in line_of(tmp_path / "none", 1)
+    with Recorder(tmp_path / "after", trainer="slime") as recorder:
+        recorder.step(STEPS, rows)
+    both = f"areal-debug record seam {tmp_path / 'record'} {tmp_path / 'after'} "
+    assert both in line_of(tmp_path / "after", STEPS)

@@ -255,16 +255,12 @@ def test_a_model_that_is_not_in_its_folder_is_refused_and_a_name_on_the_hub_is_n
     assert (code, found["problems"]) == (
         2,
         [
-            f"{option} is '{tmp_path}/models/typo', and {tmp_path}/models has no such folder: give the folder of a "
-            "model, or its name on the hub as owner/name"
+            f"{option}: there is no model at {tmp_path}/models/typo: give a checkpoint folder, or owner/name on the hub"
         ],
     )
     monkeypatch.chdir(tmp_path)
     code, found = dry_run(TINY, *given[:2], f"{option}=modle")  # no model of the hub lacks an owner
-    assert (code, f"{option} is 'modle', and {tmp_path} has no such folder" in found["problems"][0]) == (
-        2,
-        True,
-    )
+    assert (code, f"{option}: there is no model at modle" in found["problems"][0]) == (2, True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, found = dry_run(TINY, *given[:2], "~device", f"{option}=owner/model")
     assert (code, found["processes"][-1]["where"]) == (0, "CPU of this machine, where no GPU is found")

@@ -4,6 +4,7 @@ import argparse
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +97,7 @@ def test_what_is_not_given_is_unknown(tmp_path):
 WRONG = {
     "is list": ([1, 2], "give a dict or a Sample"),
     "unknown member": ({**FULL, "rewards": 1}, "has 'rewards'; a sample may have tokens,"),
-    "length": ({**FULL, "logprobs": [1.0] * 4}, "4 values of logprobs, 5 or 3 expected"),
+    "length": ({**FULL, "logprobs": [1.0] * 4}, "logprobs has 4 values: give 5 or 3"),
     "one of two": ({"prompt_tokens": [1]}, "prompt_tokens or completion_tokens alone"),
     "nothing": ({"reward": 1}, "neither tokens nor text"),
     "floats": ({"tokens": [1.5]}, "float64 instead of integers"),
@@ -123,6 +124,16 @@ def test_what_cannot_be_recorded_is_refused_and_nothing_is_written(tmp_path, nam
 
 
 OTHER_KINDS = [{**BARE, "extras": {"weight": [1.0] * 4}}, {**BARE, "extras": {"weight": [[1.0, 2.0]] * 4}}]
+
+
+def test_a_record_without_a_step_does_not_stand_in_the_way(tmp_path):
+    for error in (KeyError, None):
+        with pytest.raises(error) if error else nullcontext(), Recorder(tmp_path / "r") as recorder:
+            if error:
+                raise error
+            recorder.step(0, [FULL])
+    with pytest.raises(RecordError, match="already holds a record"), Recorder(tmp_path / "r") as recorder:
+        recorder.step(0, [FULL])
 
 
 def test_steps_ascend_and_end(tmp_path):

@@ -10,7 +10,7 @@ from rich.console import Console
 from areal_core.trainer import objective
 from areal_debug.render import REPORT_FILE
 from areal_debug.replay.observer import replay_reporter
-from areal_debug.replay.report import report_of_comparison
+from areal_debug.replay.report import difference_of, report_of_comparison
 from areal_debug.report.terminal import print_report
 from areal_debug.wiring import recorder_of
 from replayer.check import parse_report
@@ -75,6 +75,8 @@ def test_weights_diverge_at_the_step_whose_stage_and_row_are_named(recorded, rep
     assert "step    0  identical    " in lines[0]
     assert "step    1  weights differ after it" in lines[1]
     assert any(line.startswith("Weights diverge at step 1: 2 of 3 steps") for line in lines)
+    report.steps = report.steps[1:]  # as with --from-step 1: what differs may have acted in step 0
+    assert "at step 1 or before: the replay began at step 0" in difference_of(report)
     assert any(
         line.startswith("first        step 1, stage advantages: returns, rank 0, row 5 (prompt")
         for line in lines

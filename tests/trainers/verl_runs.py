@@ -21,23 +21,14 @@ from verl.utils import tensordict_utils as tu
 
 VOCABULARY, GROUP, PROMPTS = 50, 2, 2
 OVERRIDES = (
-    "data.train_batch_size=2",
-    "data.train_files=[]",
-    "data.val_files=[]",
-    "actor_rollout_ref.model.path=tiny",
-    "actor_rollout_ref.rollout.name=vllm",
-    "actor_rollout_ref.rollout.n=2",
-    "actor_rollout_ref.rollout.calculate_log_probs=true",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "algorithm.adv_estimator=grpo",
-    "trainer.logger=[file]",
-    "trainer.project_name=project",
-    "trainer.experiment_name=run",
-    "trainer.val_before_train=false",
-    "trainer.test_freq=-1",
-    "trainer.save_freq=-1",
+    "data.train_batch_size=2", "data.train_files=[]", "data.val_files=[]",
+    "actor_rollout_ref.model.path=tiny", "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.calculate_log_probs=true",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2", "algorithm.adv_estimator=grpo",
+    "trainer.logger=[file]", "trainer.project_name=project", "trainer.experiment_name=run",
+    "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1",
     "trainer.total_epochs=1",
-)
+)  # fmt: skip
 
 
 class Policy(torch.nn.Module):

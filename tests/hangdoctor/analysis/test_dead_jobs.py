@@ -176,6 +176,31 @@ def test_a_log_folder_is_read_as_one_job_and_its_last_attempt_counts(tmp_path):
     assert ("0,2", "waited until a time-out") in facts
     assert ("1", "did not fail, and was ended by the launcher") in facts
     assert ("0", f"failed first: {TIME_OUT}") in facts
+    (tmp_path / "console.log").unlink()
+    assert not any("failed first" in e.fact for e in diagnose(read_snapshot([tmp_path])).evidence)
+    error = '{"message": {"message": "late", "extraInfo": {"timestamp": "%d"}}}'
+    for rank in (0, 2):  # by which torchrun decides
+        (tmp_path / f"none_abc/attempt_1/{rank}/error.json").write_text(error % (9 - rank))
+    assert [e.ranks for e in diagnose(read_snapshot([tmp_path])).evidence if "first" in e.fact] == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("last", "label", "behind"),
+    [((4, 5), "collective_mismatch", ["0"]), ((5, 5), "nccl_timeout", []), ((4, 9), "nccl_timeout", [])],
+)
+def test_steps_in_the_logs_show_who_is_behind(tmp_path, last, label, behind):
+    stack = 'Thread 1 (idle): "MainThread"\n    all_reduce (torch/distributed/distributed_c10d.py:3913)\n    <module> (train.py:9)\n'
+    for rank, step in enumerate(last):
+        lines = "".join(f"[rank{rank}] step {n} loss 0.1\n" for n in range(step - 3, step + 1))
+        (tmp_path / f"rank_{rank}.log").write_text(f"gloo://127.0.0.1\n{lines}")
+        (tmp_path / f"rank_{rank}.txt").write_text(stack)
+    found = diagnose(read_snapshot([tmp_path]))
+    assert (found.label, [e.ranks for e in found.evidence if "last logged" in e.fact]) == (label, behind)
+    assert not any("NCCL" in step.do or "xid" in step.do for step in found.next_steps)
+    for path in tmp_path.glob("*.txt"):
+        path.unlink()
+    if behind:
+        assert "Rank 0 is behind" in diagnose(read_snapshot([tmp_path])).summary
 
 
 SIGNAL = (

@@ -198,5 +198,5 @@ def test_a_collection_of_a_process_with_secrets_has_none(tmp_path):
         's3://***@bucket/rows {"hf_token": "***"} gconfig.max_tokens=512'
     )
     assert texts["rank_0.log"] == "connecting to https://***@h/ with *** --api-key ***\n"
-    assert f"{manifest.num_masked} values that look like credentials are masked" in done.output
+    assert f"look like credentials: {manifest.num_masked} values" in done.output
     assert manifest.num_masked >= 9
