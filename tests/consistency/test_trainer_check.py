@@ -3,12 +3,16 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from consistency.case import NOISE, Request, Setting
 from consistency.check import check, explain_trainer
+from consistency.errors import OtherModel
 from consistency.score import load_scorer, score
 from consistency.source import read_record, read_step
 from recorder import open_record
+
+from .records import save_model
 
 
 def test_what_the_trainer_computed_instead_is_named(model, record):
@@ -30,3 +34,16 @@ def test_trainer_whose_sequences_leak_into_each_other_is_named_and_not_the_engin
     leaking = np.where(later, np.roll(right, 40), right)  # attends to another row
     found = check(replace(sampled, trainer=leaking), Request(str(model))).diagnosis
     assert (found.verdict, found.causes[0].id) == ("mismatch", "R20")
+
+
+def test_a_model_that_neither_trainer_nor_engine_has_is_refused_or_doubted(model, record, tmp_path):
+    sampled = read_record(open_record(record), [0])
+    [rows] = sampled.chunks.values()
+    own, engine = score(load_scorer(str(model)), rows).logprob, rows.engine_logprobs[rows.scored]
+    other = Request(str(save_model(tmp_path / "other", seed=9)), base=str(model), is_shown=False)
+    with pytest.raises(OtherModel, match="agree with the engine's"):
+        check(replace(sampled, trainer=own), other)
+    for column in (None, engine):  # the engine's own column is no second witness
+        found = check(replace(sampled, trainer=column), other).diagnosis
+        assert max(cause.confidence for cause in found.causes) <= 0.75
+        assert "which explains this just as well" in found.causes[0].refute
