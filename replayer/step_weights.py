@@ -71,14 +71,15 @@ def needed_versions(record: Record, step: int) -> set[int]:
     found = record.step(step)
     ranks = range(found.manifest.num_ranks)
     if not all(found.known(rank, "versions").all() for rank in ranks):
-        return set()
+        return {0} if found.manifest.version == 1 and "imported" not in record.header.environment else set()
     sampled = max(int(found.batch(rank, ("versions",))["versions"].max(initial=-1)) for rank in ranks)
     return {found.manifest.version - 1, sampled} - {-1}
 
 
 def versions_of(record: Record, folder: Folder, reads_first: bool) -> Iterator[tuple[int, str, bool | None]]:
     """Yield each version, its name, and whether the folder has it; None where that stays open."""
-    first = record.header.model
+    # Another trainer may train in another dtype, and be recorded from the middle of a run on.
+    first, is_ours = record.header.model, record.header.trainer is None
     is_same: bool | None = os.path.realpath(folder.path) == os.path.realpath(first["path"])
     if weights := {name: identity for name, identity in first["files"].items() if name.endswith(WEIGHTS)}:
         is_same = weights.items() <= folder.files.items()
@@ -87,13 +88,16 @@ def versions_of(record: Record, folder: Folder, reads_first: bool) -> Iterator[t
         is_kept = own is not folder and weights.items() <= own.files.items()
         is_same = has_tensors(folder, own.tensors) if is_kept else None
     if record.step(record.steps[0]).manifest.version == 1:
-        yield 0, "those that the run started from", is_same
+        yield 0, "those that the run started from", is_same or (is_same if is_ours else None)
     for step in map(record.step, record.steps):
         if step.rank_name("outcome", 0, "json") in step.manifest.files:
             outcome = step.outcome(0)
             is_same = has_tensors(folder, {name: ("F32", crc) for name, crc in outcome.checksums.items()})
-            is_open = not is_same and record.header.trainer is not None  # it may train in another dtype
-            yield outcome.version, f"those after step {outcome.step}", None if is_open else is_same
+            yield (
+                outcome.version,
+                f"those after step {outcome.step}",
+                is_same or (is_same if is_ours else None),
+            )
 
 
 def has_tensors(folder: Folder, wanted: Tensors) -> bool | None:
