@@ -32,8 +32,9 @@ MIN_GAIN = 1.5
 MIN_GAIN_OF_SQUARES = 3.0
 # Of predictions within this ratio of the best, the first wins: simple transforms come first.
 TIE_RATIO = 1.02
-# Other columns of the model: where logprobs are all near 0, one fits another by chance.
-EXACT = ("R09",)
+# Where logprobs are all near 0, another column of the model fits by chance; of other weights, the
+# base is merely nearer.
+EXACT = ("R09", "R32.base")
 # Below this mean |D| there is nothing to explain: float32 kernels differ by less.
 NEGLIGIBLE = 1e-4
 # Nats by which another transform must raise the likelihood of the samples. Fitting one number to
@@ -54,6 +55,7 @@ class Request:
         temperature: of the sampling; None: the recorded one.
         previous: checkpoint before this one, to recognise stale weights.
         base: checkpoint without the adapter, to recognise an engine that does not use it.
+        is_shown: the model is known to have the weights that should have sampled.
     """
 
     model: str
@@ -62,6 +64,7 @@ class Request:
     temperature: float | None = None
     previous: str | None = None
     base: str | None = None
+    is_shown: bool = True
 
 
 @dataclass(frozen=True)

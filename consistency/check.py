@@ -13,20 +13,27 @@ import numpy as np
 from consistency.alternatives.images import prepare_images
 from consistency.alternatives.probes import ProbeInputs, noise_of_engine, noise_of_tokens, run_probes
 from consistency.case import DTYPES, Request, Setting, explain
+from consistency.causes import Finding
 from consistency.diagnose import Diagnosis, diagnose, with_derived
 from consistency.engines import Top
-from consistency.errors import EngineError, OtherTokenizer
+from consistency.errors import EngineError, OtherModel
 from consistency.measure import added_tokens, worst_tokens
-from consistency.rescoring import Rescoring, TrainerCheck, compare_trainer
+from consistency.rescoring import NOISE_FACTOR, Rescoring, TrainerCheck, compare_trainer
 from consistency.score import Progress, Scorer, Scores, load_scorer, score
 from consistency.source import Sampled, concatenate, setting_of
 from consistency.tokens import Floats, Sequences
-from consistency.transforms import replay, select_rows, spread_rows
+from consistency.transforms import Replays, replay, select_rows, spread_rows
 
 TOP_K = 5
 # Tokens of a chunk that are scored in detail (entropy, rank, top tokens), besides the worst ones.
 DETAILED_TOKENS = 20_000
 NUM_WORST = 30
+
+# Causes that a wrong --model shows as well, and the most that is said of them where nothing shows
+# that it has the weights of the step.
+OF_MODEL = ("R16", "R24", "R25", "R26", "R27", "R32", "R33", "R34", "R49", "R52", "R54", "R65")
+DOUBTED = 0.75
+DOUBT = "the model given is not that of the step, which explains this just as well and nothing here rules out"
 
 Rescorer = Callable[[Scorer, Sequences, float], Rescoring]  # (scorer, rows, temperature)
 
@@ -101,6 +108,7 @@ def check(
     engine, trainer_check = sequences.engine_logprobs[sequences.scored], None
     if sampled.trainer is not None:
         trainer_check = compare_trainer(engine, sampled.trainer, scores.logprob)
+        refuse_other_model(trainer_check, with_derived(replays, sequences, ()), setting, request.model)
         if trainer_check is not None and trainer_check.is_at_fault(setting.noise.mean_abs):
             how = explain_trainer(scorer, sequences, sampled.trainer, setting)
             trainer_check = replace(trainer_check, explanation=how)
@@ -115,8 +123,32 @@ def check(
     )
     inputs = ProbeInputs(scorer, rows, request, setting, dtype)
     found, setting = run_probes(diagnose_with, inputs, replays)
+    own = setting.noise.mean_abs if trainer_check is None else trainer_check.trainer_model
+    if not request.is_shown and (trainer_check is None or own > NOISE_FACTOR * setting.noise.mean_abs):
+        found = replace(found, causes=tuple(map(with_doubt, found.causes)))
     detail_worst(scorer, sequences, scores, found, temperature)
     return Checked(found, sequences, scores, setting, dtype, rescoring, sampled.tops, trainer_check, notes)
+
+
+def refuse_other_model(
+    trainer_check: TrainerCheck | None, replays: Replays, setting: Setting, model: str
+) -> None:
+    """Raise OtherModel where the model is far from trainer and engine, and no transform is why."""
+    level = setting.noise.mean_abs
+    if trainer_check is not None and trainer_check.is_of_other_model(level) and not explain(replays, level):
+        raise OtherModel(
+            f"{model} is not the model of this step: the trainer's own log-probs agree with the engine's (mean "
+            f"|difference| {trainer_check.engine_trainer:.2g}) and not with this model's ({trainer_check.trainer_model:.2g}); "
+            "give the checkpoint that the step starts from, with its config"
+        )
+
+
+def with_doubt(cause: Finding) -> Finding:
+    """Say of a cause that other weights or another config would show that the model may have them."""
+    if not cause.fault or cause.id not in OF_MODEL:
+        return cause
+    sure = min(cause.confidence, DOUBTED)
+    return replace(cause, confidence=sure, refute=f"{DOUBT}; {cause.refute}")
 
 
 def explain_trainer(scorer: Scorer, sequences: Sequences, trainer: Floats, setting: Setting) -> str:
@@ -130,10 +162,10 @@ def explain_trainer(scorer: Scorer, sequences: Sequences, trainer: Floats, setti
 
 
 def refuse_other_vocabulary(sequences: Sequences, scorer: Scorer) -> None:
-    """Raise OtherTokenizer when an id is beyond the model's vocabulary."""
+    """Raise OtherModel when an id is beyond the model's vocabulary."""
     largest = int(sequences.input_ids.max(initial=0))
     if largest >= scorer.head.vocabulary_size:
-        raise OtherTokenizer(
+        raise OtherModel(
             f"token {largest} was sampled and the model has a vocabulary of {scorer.head.vocabulary_size}: "
             "the tokenizers differ; give the model that the engine serves"
         )

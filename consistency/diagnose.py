@@ -118,6 +118,7 @@ def with_derived(replays: Replays, sequences: Sequences, alternatives: Sequence[
         Prediction("R08", "logarithms to base 10", 1 / np.log(10), base / np.log(10)),
         Prediction("R09", "most likely token", 0.0, replays.largest),
         *(Prediction("R11", "shift", float(by), shifted(base, row, by)) for by in SHIFTS),
+        shifted_rows(engine, base, row),
         mispaired_rows(engine, base, row),
         *alternatives,
     ]
@@ -131,6 +132,21 @@ def shifted(base: Floats, row: Ints, by: int) -> Floats:
     """Return the logprob `by` tokens later in the same row, or the token's own at the row's end."""
     source = np.clip(np.arange(len(base)) + by, 0, len(base) - 1)
     return np.where(row[source] == row, base[source], base)
+
+
+def shifted_rows(engine: Floats, base: Floats, row: Ints) -> Prediction:
+    """Shift each row by the number that fits its typical token best, as in a pack of rows.
+
+    `parameter` is the share of rows that are shifted.
+    """
+    columns = [base, *(shifted(base, row, by) for by in SHIFTS)]
+    places = [np.flatnonzero(row == one) for one in np.unique(row)]
+    misses = [[np.median(np.abs(engine - column)[place]) for column in columns] for place in places]
+    best = np.argmin(np.nan_to_num(misses, nan=np.inf), axis=1)
+    predicted = base.copy()
+    for place, number in zip(places, best.tolist(), strict=True):
+        predicted[place] = columns[number][place]
+    return Prediction("R11.rows", "rows shifted", float(np.mean(best > 0)), predicted)
 
 
 def mispaired_rows(engine: Floats, base: Floats, row: Ints) -> Prediction:

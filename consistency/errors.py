@@ -3,7 +3,7 @@
 ConsistencyError (ValueError)
 ├── NothingToCompare   no token was sampled, or none has a usable logprob on both sides
 ├── BadColumn          the length of a column differs from the number of tokens or rows
-├── OtherTokenizer     sampled ids are beyond the model's vocabulary
+├── OtherModel         the model is not the one that sampled: its vocabulary or its weights differ
 ├── BadPrompts         a file of prompts cannot be read, or is empty
 └── EngineError        an engine cannot be queried, or its reply is unusable
 """
@@ -21,8 +21,8 @@ class BadColumn(ConsistencyError):
     """A column does not have one value per token or per sequence."""
 
 
-class OtherTokenizer(ConsistencyError):
-    """Engine and model do not share a tokenizer."""
+class OtherModel(ConsistencyError):
+    """The model is not the one that sampled."""
 
 
 class BadPrompts(ConsistencyError):

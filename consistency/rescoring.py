@@ -101,14 +101,21 @@ class TrainerCheck:
 
     def is_at_fault(self, level: float) -> bool:
         """Return whether the trainer is farther from the model than noise and than the engine."""
-        most = NOISE_FACTOR * max(level, self.engine_model)
-        return self.trainer_model > most
+        return self.trainer_model > NOISE_FACTOR * max(level, self.engine_model)
+
+    def is_of_other_model(self, level: float) -> bool:
+        """Return whether trainer and engine agree, and the model is far from both."""
+        far = min(self.trainer_model, self.engine_model)
+        return far > NOISE_FACTOR * max(level, self.engine_trainer)
 
 
 def compare_trainer(engine: Floats, trainer: Floats, model: Floats) -> TrainerCheck | None:
-    """Compare three columns of logprobs, float64 [n], where all are finite; None if none is."""
+    """Compare three columns of logprobs, float64 [n], where all are finite.
+
+    None if none is, or if the trainer took over those of the engine.
+    """
     usable = np.isfinite(engine) & np.isfinite(trainer) & np.isfinite(model) & (engine <= 0)
-    if not usable.any():
+    if (engine == trainer)[usable].all():
         return None
     engine, trainer, model = engine[usable], trainer[usable], model[usable]
     return TrainerCheck(

@@ -276,19 +276,23 @@ def check_recorded(
         fail(f"{path} holds no committed step: nothing to check")
     steps = steps or record.steps[:1]
     source: dict[str, Any] = {"record": str(path), "steps": steps}
-    if model is None and options["replay_weights"] and newest_version(record, steps) is not None:
+    from replayer.step_weights import are_shown, needed_versions, read_folder
+
+    first = record.header.model["path"]
+    is_later = any(max(needed_versions(record, step), default=0) > 0 for step in steps)
+    if model is None and options["replay_weights"] and is_later:
         folder = click.get_current_context().with_resource(replayed_model(record, steps))
         model, source["model"] = folder, f"replayed to step {max(steps)}"
-    if model is None or os.path.realpath(model) == os.path.realpath(record.header.model["path"]):
-        model = first_weights(record, steps)
+    elif not (model := model or first):
+        fail(f"{record.path} does not name the model that sampled it: give --model PATH")
+    is_shown = "model" in source or are_shown(record, steps, read_folder(model))
     announce(f"scoring {count(len(steps), 'step')} of {path} with {model}")
     from consistency.check import check  # imports torch
     from consistency.source import read_record
 
-    first = record.header.model["path"]
     if options["base"] is None and first and os.path.isdir(first) and not os.path.samefile(first, model):
         options["base"] = first  # an engine that an update did not reach still has these
-    request = request_of(model, options)
+    request = replace(request_of(model, options), is_shown=is_shown)
     sampling, notes = (None, ()) if record.header.config_is_ours else given_sampling(record, model, options)
     sampled = read_record(record, steps, sampling)
     sampled = replace(sampled, notes=(*notes, *sampled.notes))
@@ -305,45 +309,6 @@ def replayed_model(record: "Record", steps: tuple[int, ...]) -> Iterator[str]:
     with replayed_weights(record, [max(steps)]) as folders:
         [folder] = folders.values()
         yield str(folder)
-
-
-def first_weights(record: "Record", steps: tuple[int, ...]) -> str:
-    path = record.header.model["path"]
-    if not path:
-        fail(f"{record.path} does not name the model that sampled it: give --model PATH")
-    if (newer := newest_version(record, steps)) is not None:
-        step, newest, first = newer
-        fail(
-            f"step {step} was sampled with weights of version {newest}, and {path} has those of "
-            f"version {first}: give --replay-weights, or write them with `areal-debug goto {record.path} "
-            f"--step {step} -o FOLDER` and give --model FOLDER"
-        )
-    return str(path)
-
-
-def newest_version(record: "Record", steps: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Return the first of the steps that newer weights sampled than those of the record's model.
-
-    With the newest version that sampled it, and that of the model; None if there is no such step,
-    or nothing is known about it.
-    """
-    if not record.header.config_is_ours:
-        return None
-    versions = {step: versions_of(record, step) for step in {record.steps[0], *steps}}
-    first = min(versions[record.steps[0]], default=0)
-    newest = {step: max(versions[step], default=0) for step in steps}
-    return next(((step, newest[step], first) for step in steps if newest[step] > first), None)
-
-
-def versions_of(record: "Record", step: int) -> set[int]:
-    """Return the weight versions that sampled the tokens of a step."""
-    found = record.step(step)
-    return {
-        version
-        for rank in range(found.manifest.num_ranks)
-        for version in set(found.batch(rank, ("versions",))["versions"].tolist())
-        if version >= 0  # not of a prompt
-    }
 
 
 def given_sampling(

@@ -65,7 +65,7 @@ def command(
     if layout is not None:
         raise SystemExit(compare(record, layout, step, as_json))
     names = parse_opinions(opinions)
-    report = crosscheck(read_confined(record, step), names, model)
+    report = crosscheck(read_confined(record, step, model), names, model)
     print_answer(report.to_dict(), report_of(report), as_json)
     raise SystemExit(EXIT_CODES[report.verdict])
 

@@ -59,7 +59,7 @@ Probe = Callable[[ProbeInputs], list[Prediction]]
 
 
 def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tuple[Diagnosis, Setting]:
-    """Probe until the verdict is settled or no probe is left.
+    """Probe until the verdict is settled, with a checkpoint that was given in any case.
 
     Returns:
         The last diagnosis, and the setting with the noise floor of this model.
@@ -71,8 +71,9 @@ def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tup
     for probe in PROBES:
         # Whatever is said, the noise floor of this model is needed to weigh it.
         measures = found.verdict != "healthy" or (is_small and setting.noise.name != "float32")
-        if is_settled(found, setting) and not (probe is probe_dtype and measures):
-            break
+        is_asked = probe is probe_checkpoints and inputs.request.previous and found.verdict == "healthy"
+        if is_settled(found, setting) and not (probe is probe_dtype and measures) and not is_asked:
+            continue
         alternatives += probe(inputs)
         if probe is probe_dtype and setting.noise.name != "float32":
             setting = replace(setting, noise=noise_of_model(setting.noise, alternatives[0], replays))

@@ -273,10 +273,11 @@ def attention_variants(model: Any) -> Iterator[Variant]:
     if 1 < num_shared < num_heads:
         yield shared_in_turn(model, num_heads, num_shared)
     yield Variant("R25.variant", "k and v exchanged", list(exchanged(model, "k_proj", "v_proj")))
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        biases = [getattr(module, name).bias for module in attentions(model)]
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    for without in (*((name,) for name in projections), projections):
+        biases = [getattr(module, name).bias for module in attentions(model) for name in without]
         known = [(bias, torch.zeros_like) for bias in biases if bias is not None]
-        yield Variant("R25.variant", f"no bias of {name}", list(known))
+        yield Variant("R25.variant", f"no bias of {', '.join(without)}", list(known))
     for name, scaling in (
         ("no scaling of attention scores", 1.0),
         ("attention scores divided by the head size", None),

@@ -19,6 +19,7 @@ FEWEST_PREFILLED = 8  # first tokens of turns
 MOST_ROWS = 0.8  # of the rows must have wrong tokens after the first
 NO_ROUTER = 0.55  # confidence in a tail of a model without experts: what made it stays open
 THIN = 0.6  # confidence in noise of published size that this model's own rounding does not reach
+NEAR, NEAR_SHARE = 0.75, 0.5  # confidence in noise of more than this share of what rounding explains
 MIN_RUN = 3  # tokens; a shorter run can be chance
 
 
@@ -161,18 +162,26 @@ def other_dtype(case: Case) -> Finding | None:
 
     Two kernels of one dtype round differently, so that scoring in it explains D only in part.
     """
-    replays = case.replays
-    others = [] if replays is None else [p for p in replays.predictions if p.cause == "R38"]
-    if replays is None or not others or case.mean_abs <= case.level:
+    moved = moves_of_dtype(case)
+    if moved is None or case.mean_abs <= case.level:
         return None
     if case.explanation is not None and case.explanation.prediction.cause == "R38":
         return None
-    moves, difference = others[0].logprobs - replays.base, replays.engine - replays.base
+    moves, difference = moved
     if not 0.5 < difference.std() / max(float(moves.std()), 1e-12) < 2.0:
         return None
     shared = correlation(moves, difference)
     shown = f"D correlates with what the other dtype changes: {shared:.2f}, and is as large"
     return dtype_finding(case, None, shown) if shared > MOVES_SHARED else None
+
+
+def moves_of_dtype(case: Case) -> tuple[Floats, Floats] | None:
+    """Return what scoring in another dtype changes, and D with the other sign; None if not scored."""
+    predictions = () if case.replays is None else case.replays.predictions
+    for other in (p for p in predictions if p.cause == "R38"):
+        assert case.replays is not None
+        return other.logprobs - case.replays.base, case.replays.engine - case.replays.base
+    return None
 
 
 def dtype_finding(case: Case, sure: float | None, shown: str) -> Finding:
@@ -240,12 +249,13 @@ def ordinary_noise(case: Case) -> Finding | None:
     k3, noise = case.measurement.metrics["k3"], case.setting.noise
     if case.mean_abs > noise.mean_abs or k3 > noise.k3:
         return None
-    is_thin = case.mean_abs > noise.own
-    own = f"; rounding explains {noise.own:.2g} in this model, so a small fault is not excluded"
+    most = min(noise.mean_abs, noise.own)
+    sure = THIN if case.mean_abs > most else NEAR if case.mean_abs > NEAR_SHARE * most else None
+    own = f"; rounding explains {most:.2g} in this model, so a small fault is not excluded"
     return finding(
         "R35",
-        THIN if is_thin else None,
-        own=own if is_thin else "",
+        sure,
+        own="" if sure is None else own,
         noise=noise.name,
         mean_abs=case.mean_abs,
         limit=noise.mean_abs,

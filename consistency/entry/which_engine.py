@@ -26,7 +26,7 @@ from areal_core.rollout.types import Sampling as RequestSampling
 from consistency.case import DTYPES, Request, explain, likeliest
 from consistency.check import check, refuse_other_vocabulary
 from consistency.diagnose import is_accusation
-from consistency.errors import NothingToCompare, OtherTokenizer
+from consistency.errors import NothingToCompare, OtherModel
 from consistency.score import TOKENS_PER_PASS, Scorer, load_scorer, predictors, score_logprobs
 from consistency.source import (
     Sampled,
@@ -287,7 +287,7 @@ def examine_version(tokens: Tokens) -> Examined:
     now = tokens.load(str(tokens.version))
     try:
         refuse_other_vocabulary(rows, now)
-    except OtherTokenizer as error:
+    except OtherModel as error:
         return Examined(Suspect("tokenizer", "another tokenizer", "high", str(error)), num_tokens, str(error))
     base = score_logprobs(now, rows, temperature=tokens.temperature)
     rows.engine_logprobs[rows.scored] = usable_or(rows.engine_logprobs[rows.scored], base)

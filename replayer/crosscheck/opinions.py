@@ -635,17 +635,19 @@ def crosscheck(rows: StepRows, opinions: Sequence[str], model: str | None = None
     loaded, no_model = find_model(rows, configured, model)
     if loaded is not None and "current_logp" not in rows.tensors:
         current, noise = loaded.logprobs(rows)
+        if not rows.origin.is_shown:
+            refuse_other_logprobs(rows, current, noise, str(model))
         rows = replace(rows, tensors=rows.tensors | {"current_logp": current}, noise=noise)
     twin = Comparison(rows, configured, None, loaded, no_model)
     own, notes = twin.run(), []
     stage = next(stage for stage in own.stages if stage.stage == "advantages")
-    if "advantages" not in rows.tensors and not stage.is_unexplained:
+    if "advantages" not in rows.tensors and not stage.is_unexplained and frameworks:
         found = advantages_of(rows, twin.explained).value.astype(np.float32).astype(np.float64)
         rows = replace(rows, tensors=rows.tensors | {"advantages": found})
         notes.append("the record has statistics of its advantages; those of the twin agree and are used here")
     others = [Comparison(rows, configured, framework, loaded, no_model).run() for framework in frameworks]
     listed: list[Opinion] = [own, *others] if TWIN in opinions else others
-    return Crosscheck(rows.step, tuple(listed), tuple(notes) if others else ())
+    return Crosscheck(rows.step, tuple(listed), tuple(notes))
 
 
 def find_model(rows: StepRows, configured: Configured, given: str | None) -> tuple[ModelPass | None, str]:
@@ -670,6 +672,8 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
             "the weights that the step starts from are not at hand: give a folder with them with "
             "--model, or record the current log-probs"
         )
+    if not origin.is_shown and not rows.tensors.keys() & {"prox_logp", "current_logp"}:
+        return None, f"nothing in the record shows that {given} has the weights that the step starts from"
     if origin.starts_from_model:
         files = folder_identity(path)["files"]
         if names := [name for name, identity in origin.model_files.items() if files.get(name) != identity]:
@@ -679,3 +683,14 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
             )
     temperature = float(actor.get("temperature", 1.0))
     return load_pass(path, temperature, replays_experts=rows.experts is not None), ""
+
+
+def refuse_other_logprobs(rows: StepRows, current: Floats, noise: float, model: str) -> None:
+    """Raise WrongModel if a model does not give the log-probs that the trainer recorded."""
+    gap = float(np.nanmean(np.abs(current - rows.tensors["prox_logp"])[rows.mask]))
+    if gap > noise:
+        raise WrongModel(
+            f"{model} is not the model of step {rows.step}: the trainer's own log-probs, prox_logp, differ from "
+            f"this model's by {gap:.2g} on average, and rounding allows {noise:.2g}; give a checkpoint from "
+            "before the step (or the trainer used another temperature than its config says)"
+        )

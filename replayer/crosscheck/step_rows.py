@@ -17,6 +17,7 @@ from areal_core.data.routed_experts import ROUTED_EXPERTS
 from recorder import Record, RecordedStep, StepNotRecorded, open_record
 from recorder.confine import in_child
 from replayer.own_code import by_name
+from replayer.step_weights import Folder, are_shown, read_folder
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -52,7 +53,7 @@ class Origin:
     """What a record says about the run of a step.
 
     `starts_from_model`: the step starts from the weights at `model_path`, whose files were
-    `model_files`.
+    `model_files`. `is_shown`: the record shows that the folder given has them.
     """
 
     path: str
@@ -61,6 +62,7 @@ class Origin:
     model_path: str | None
     model_files: dict[str, Any]
     starts_from_model: bool
+    is_shown: bool = True
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,17 @@ class StepRows:
         return np.unique(self.place[:, 2], return_inverse=True)[1].astype(np.int64)
 
 
-def read_confined(path: str, step: int | None) -> StepRows:
+def read_confined(path: str, step: int | None, model: str | None = None) -> StepRows:
     """Read a step, by default the first, in a confined child. Raises what `read_rows` does."""
-    return from_json(in_child(lambda: to_json(read_rows(open_record(path), step)), [path]))
+    folder = None if model is None else read_folder(model)
+    return from_json(in_child(lambda: to_json(read_rows(open_record(path), step, folder)), [path]))
 
 
-def read_rows(record: Record, step: int | None) -> StepRows:
+def read_rows(record: Record, step: int | None, given: Folder | None = None) -> StepRows:
     """Read a step of a record, by default the first.
+
+    Args:
+        given: the folder that should have the weights that the step starts from.
 
     Raises:
         ValueError: there is no step, or no token in its loss mask.
@@ -141,7 +147,7 @@ def read_rows(record: Record, step: int | None) -> StepRows:
     outcome = outcome_of(recorded)
     experts = [batch[ROUTED_EXPERTS] for batch in batches if ROUTED_EXPERTS in batch]
     return StepRows(
-        origin=origin_of(record, step, recorded.manifest.version),
+        origin=origin_of(record, step, given),
         step=step,
         place=np.stack([rank, row, column("prompt_id"), column("sample_id")], 1).astype(np.int64),
         input_ids=matrix([batch["input_ids"] for batch in batches], np.int64),
@@ -158,11 +164,13 @@ def read_rows(record: Record, step: int | None) -> StepRows:
     )
 
 
-def origin_of(record: Record, step: int, version: int) -> Origin:
-    header = record.header
-    starts = version == 1 and step == record.steps[0] and not record.anchors()
-    path = header.model["path"]
-    return Origin(record.path, by_name(header), header.trainer, path, header.model["files"], starts)
+def origin_of(record: Record, step: int, given: Folder | None) -> Origin:
+    header, model = record.header, record.header.model
+    starts = record.step(step).manifest.version == 1 and step == record.steps[0] and not record.anchors()
+    is_shown = starts or given is None or are_shown(record, [step], given)
+    return Origin(
+        record.path, by_name(header), header.trainer, model["path"], model["files"], starts, is_shown
+    )
 
 
 def to_json(value: Any) -> Any:

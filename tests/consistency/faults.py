@@ -363,6 +363,10 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "wrong sign": ("R08", reported(lambda v, w: -v)),
     "logprob of the likeliest token": ("R09", largest),
     "shift by minus one": ("R11", reported(lambda v, w: np.roll(v, -1, axis=1))),
+    "rows of a pack shifted": (
+        "R11",
+        reported(lambda v, w: np.stack([np.roll(row, -(number % 4)) for number, row in enumerate(v)])),
+    ),
     "rows mixed up": ("R12", reported(lambda v, w: v[w.random().permutation(NUM_ROWS)])),
     "re-tokenised": ("R13", lost_token),
     "history stripped": ("R14", stripped_history),

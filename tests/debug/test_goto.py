@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_core.testing import make_tiny_model
 from tests.forks import COMMAND, run_forked
 
 
@@ -38,6 +39,20 @@ def test_a_shell_at_a_step_has_the_complete_state(recorded):
     )
     assert "KeyboardInterrupt" in done.stderr
     assert "model" in done.stderr  # the banner lists the available names
+
+
+def test_weights_of_another_step_are_refused_by_their_checksums(recorded, tmp_path):
+    after, other = tmp_path / "after", make_tiny_model(tmp_path / "other", seed=9)
+    assert call("goto", recorded, "--step", 1, "-o", after).returncode == 0
+    for verb in ("consistency", "crosscheck"):
+        assert call(verb, recorded, "--step", 1, "--model", after).returncode == 0
+        for model, which in (
+            (after, "of version 1, those after step 0, and it was sampled with version 2"),
+            (other, "those of no recorded step"),
+        ):
+            done = call(verb, recorded, "--step", 2, "--model", model)
+            assert done.returncode == 2
+            assert f"{model} is not the model of step 2: its weights are {which}; write it" in done.stderr
 
 
 @pytest.mark.long
