@@ -197,9 +197,7 @@ def test_a_run_that_died_before_its_first_step_is_told_with_its_last_error(tmp_p
 
 
 def test_terms_of_the_reward_are_judged_and_offered_for_nothing_else(tmp_path):
-    rows = [
-        {"step": s, "reward": s / 9, "rewards/accuracy_reward/mean": s / 9, "foo": 1} for s in STEPS
-    ]
+    rows = [{"step": s, "reward": s / 9, "rewards/accuracy_reward/mean": s / 9, "foo": 1} for s in STEPS]
     run = read_run(write_lines(tmp_path / "log.jsonl", rows))
     assert unread(run) == {}
     assert unknown_names_of(run).startswith("Also logged, but not judged by any check: foo;")

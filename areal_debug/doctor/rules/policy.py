@@ -232,7 +232,6 @@ def gradients_spike(run: Run) -> Alarm | None:
         title="not_finite" if bad.any() else "spikes",
         evidence=norm.at(at[:8]),
         since=first,
-        cost=f"{len(at)} updates whose direction a few samples chose" if not bad.any() else "",
         verb="break" if bad.any() else "dominate",
         first=first,
     )
@@ -269,19 +268,22 @@ def beside_the_neighbours(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return each norm over the median of its neighbours, and its distance in robust deviations.
 
-    Deviations are those of the logarithm. Norms that are 0 or not finite count as usual ones.
+    Deviations are those of the logarithm. Norms that are 0 or not finite count as usual ones, and so
+    do those that are not above the medians of both sides: norms that grow are no spikes.
     """
-    moving = np.where(np.isfinite(norms) & (norms > 0), norms, np.nan)
-    if np.isfinite(moving).sum() < 5:
+    usable = np.isfinite(norms) & (norms > 0)
+    moving, half = np.where(usable, norms, np.nan), NEIGHBOURS // 2
+    if usable.sum() < 5:
         return np.ones(len(norms)), np.zeros(len(norms))
-    half = NEIGHBOURS // 2
-    usable = np.isfinite(moving)
     counted, at = np.concatenate([[0], np.cumsum(usable)]), np.arange(len(norms))
-    sides = ((np.maximum(at - half, 0), at), (at + 1, np.minimum(at + half + 1, len(norms))))
-    # above those on both sides: norms that grow are no spikes
-    usual = np.fmax(*(medians_between(moving[usable], counted[begin], counted[end]) for begin, end in sides))
+    begin, end = np.maximum(at - half, 0), np.minimum(at + half + 1, len(norms))
+    usual, before, after = (
+        medians_between(moving[usable], counted[left], counted[right])
+        for left, right in ((begin, end), (begin, at), (at + 1, end))
+    )
     ratios = np.nan_to_num(np.log(moving / usual), nan=0.0)
-    noise = float(np.median(np.abs(ratios[np.isfinite(moving)]))) / 0.6745
+    noise = float(np.median(np.abs(ratios[usable]))) / 0.6745
+    ratios = np.where(moving > SPIKE * np.fmax(before, after), ratios, np.minimum(ratios, 0.0))
     return np.exp(ratios), ratios / max(noise, 1e-12)
 
 

@@ -172,7 +172,6 @@ def episodes_fail(run: Run) -> Alarm | None:
         failed,
         found=f"{count:.0f} of {total:.0f} prompts so far",
         since=onset(failed.finite, "up"),
-        cost=f"{count:.0f} prompts",
     )
 
 
