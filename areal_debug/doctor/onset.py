@@ -46,8 +46,7 @@ def onset(series: Series, worse: Worse, in_ratios: bool = False) -> int:
     bends_up = slopes[1] > max(2 * slopes[0], 0.0) and slopes[1] * (x[end] - x[start]) >= LEAST_SHARE * rise
     early = float(np.dot(slopes[:2], np.diff(x[[0, start, end]])))  # before the second bend
     if not bends_up and (
-        slopes[2] <= max(slopes[1], 1.5 * early / (x[end] - x[0]), 0.0)
-        or early > slopes[2] * (x[-1] - x[end])
+        slopes[2] <= max(1.5 * early / (x[end] - x[0]), 0.0) or early > slopes[2] * (x[-1] - x[end])
     ):
         return first
     bend = start if bends_up else end
