@@ -7,15 +7,16 @@ import numpy as np
 
 from areal_debug.doctor.alarm import findings
 from areal_debug.doctor.names import nearest_quantity
-from areal_debug.doctor.read import Run
+from areal_debug.doctor.read import OF_PREFERENCES, Run
 from areal_debug.doctor.rules.drift import by_position
 from areal_debug.doctor.rules.learning import is_high
-from areal_debug.doctor.rules.rewards import terms_of
+from areal_debug.doctor.rules.rewards import TERM, terms_of
 from areal_debug.doctor.rules.terms import configured
 from areal_debug.doctor.samples.ends import end_tokens
 from areal_debug.doctor.samples.read import Rows
 from areal_debug.doctor.series import FEWEST_STEPS
 
+LEAST = 20, 40  # steps that some checks need
 ENOUGH = 1 / 3  # of the checks of this kind of run must have had data
 
 
@@ -42,11 +43,13 @@ class Checks:
     def are_few(self) -> bool:
         return self.num_tried < ENOUGH * self.num_all
 
-    @property
-    def late(self) -> str | None:
-        """The reward or loss that does not change in steps long after its start, None if it does."""
-        needs = [need for needs in self.unobserved.values() for need in needs if need.startswith("whole ")]
-        return needs[0].removeprefix("whole ") if needs else None
+    def lacks(self, kind: str) -> str:
+        """Return the reward or loss that does not show its trend, "" if it does.
+
+        "whole": it does not change in steps long after its start; "20": it has fewer steps.
+        """
+        needs = (need.split() for id in ("D01", "D06") for need in self.unobserved.get(id, ()))
+        return next((quantity for found, quantity in needs if found == kind), "")
 
 
 def checks_of(run: Run, rows: Rows | None, failed: Collection[str]) -> Checks:
@@ -80,6 +83,7 @@ def observed_in(run: Run, rows: Rows | None) -> set[str]:
         for name, one in enough.items()
         if not one.finite.is_late_level or (name == "reward" and is_high(one.finite))
     }
+    found |= {f"{least} {name}" for name, one in enough.items() for least in LEAST if len(one.steps) >= least}
     found |= {name for name in ("eval_reward", "eval_loss", "failed", "accepted") if name in run.series}
     if configured(run):
         found.add("weighted_terms")
@@ -103,5 +107,6 @@ def observed_in(run: Run, rows: Rows | None) -> set[str]:
 
 def unread(run: Run) -> dict[str, str]:
     """Return columns that look like a quantity which no other column gave, and the quantity."""
-    nearest = {name: nearest_quantity(name) for name in run.unknown_names}
-    return {name: quantity for name, quantity in nearest.items() if quantity and quantity not in run.series}
+    nearest = {name: nearest_quantity(name) for name in run.unknown_names if not TERM.match(name)}
+    known = {*run.series, "", *(OF_PREFERENCES if run.kind != "preferences" else ())}
+    return {name: quantity for name, quantity in nearest.items() if quantity not in known}

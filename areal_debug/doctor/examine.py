@@ -35,22 +35,11 @@ from areal_debug.report.links import view_command
 from recorder import Record
 
 # causes before what follows from them
-RULES: tuple[Callable[[Run], Alarm | None], ...] = (
-    *groups.RULES,
-    *shift.RULES,
-    *policy.RULES,
-    *drift.RULES,
-    *thresholds.RULES,
-    *extremes.RULES,
-    *rollout.RULES,
-    *terms.RULES,
-    *mismatch.RULES,
-    *rewards.RULES,
-    *resources.RULES,
-    *learning.RULES,
-    *supervised.RULES,
-    *curve.RULES,
+AREAS = (
+    *(groups, shift, policy, drift, thresholds, extremes, rollout, terms, mismatch, rewards, resources),
+    *(learning, supervised, curve),
 )
+RULES: tuple[Callable[[Run], Alarm | None], ...] = tuple(rule for area in AREAS for rule in area.RULES)
 
 ONSET_SHARE = 0.1  # of the run: how exact onsets are
 FLAT = {findings()[id]["titles"]["flat"] for id in ("D01", "D06")}  # titles without an onset
@@ -83,7 +72,7 @@ def examine(run: Run) -> Examination:
         run.by_name[alarm.metric] = share
     alarms = [alarm if alarm.cost else replace(alarm, cost=cost_since(run, alarm.onset)) for alarm in found]
     absent = tuple(name for name in QUANTITIES if name not in run.series)
-    alarms = [in_words_of(OWN if run.config else run.family, alarm, run.record) for alarm in alarms]
+    alarms = [in_words_of(OWN if run.config else run.family, alarm, run.record, run.unit) for alarm in alarms]
     checks = checks_of(run, rows, list(dict.fromkeys(alarm.id for alarm in alarms)))
     return Examination(tuple(causes_first(alarms, run.span[1] - run.span[0])), checks, absent)
 
@@ -125,7 +114,8 @@ def verdict(run: Run, found: Examination) -> str:
     if found.alarms:
         return "unknown" if is_one_step(run, found) else "problem"
     checks = found.checks
-    looked = run.series and run.num_steps >= FEWEST_STEPS and not checks.are_few and checks.late is None
+    unseen = checks.lacks("whole") or checks.lacks("20") in run.series
+    looked = run.num_steps >= FEWEST_STEPS and run.series and not (checks.are_few or unseen)
     return "healthy" if looked and not run.damage.found else "unknown"
 
 
@@ -144,6 +134,7 @@ def document(run: Run, found: Examination) -> dict[str, Any]:
         "left_out": list(run.damage.found),
         "names_of": run.family,
         "num_steps": run.num_steps,
+        "counted_by": run.unit,
         "alarms": [asdict(alarm) | {"look": look_at(run, alarm)} for alarm in found.alarms],
         "overrides": found.overrides,
         "checks": asdict(found.checks),

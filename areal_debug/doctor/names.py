@@ -94,7 +94,8 @@ def read_name(name: str) -> tuple[str, tuple[int, int]] | None:
         (len(ending.split()), ends_with(found_words, ending), quantity, rank)
         for quantity, endings in endings_by_quantity(is_evaluation).items()
         for rank, ending in enumerate(endings)
-        if ends_with(found_words, ending) or same_words(found_words, ending)
+        if ends_with(found_words, ending)
+        or (set(ending.split()) <= set(found_words) <= NEUTRAL | EVALUATION | set(ending.split()))
     ]
     if not found:
         return None
@@ -132,12 +133,6 @@ def nearest_quantity(name: str) -> str:
 def ends_with(found: Sequence[str], ending: str) -> bool:
     """Return whether the last words are those of an ending, in order."""
     return list(found[-len(ending.split()) :]) == ending.split()
-
-
-def same_words(found: Sequence[str], ending: str) -> bool:
-    """Return whether the words are those of an ending in any order, and words that add nothing."""
-    needed = set(ending.split())
-    return needed.issubset(found) and NEUTRAL.issuperset(set(found) - needed)
 
 
 def words_of(segment: str) -> list[str]:

@@ -9,6 +9,7 @@ from areal_debug.doctor.series import FEWEST_STEPS, Floats, Series, binned
 Worse = Literal["up", "down"]
 
 JUMPED = 4.0  # times the noise, from one step to the next
+BEYOND = 1.0  # times the noise: two steps in a row are outside of the range before
 LEAST_GAIN = 0.4  # share of the squared deviation from one line that bends must explain
 LEAST_SHARE = 0.1  # of the change for the worse that the first bend must cause
 
@@ -42,18 +43,24 @@ def onset(series: Series, worse: Worse, in_ratios: bool = False) -> int:
     if gain < LEAST_GAIN:
         return first
     rise = max(0.0, slopes[1]) * (x[end] - x[start]) + max(0.0, slopes[2]) * (x[-1] - x[end])
-    bends_up = slopes[1] > max(slopes[0], 0.0) and slopes[1] * (x[end] - x[start]) >= LEAST_SHARE * rise
+    bends_up = slopes[1] > max(2 * slopes[0], 0.0) and slopes[1] * (x[end] - x[start]) >= LEAST_SHARE * rise
     early = float(np.dot(slopes[:2], np.diff(x[[0, start, end]])))  # before the second bend
-    if not bends_up and (slopes[2] <= max(slopes[1], 0.0) or early > slopes[2] * (x[-1] - x[end])):
+    if not bends_up and (
+        slopes[2] <= max(1.5 * early / (x[end] - x[0]), 0.0) or early > slopes[2] * (x[-1] - x[end])
+    ):
         return first
     bend = start if bends_up else end
     before, after = bend - 1, min(bend + 2, len(x) - 1)
     jumps = np.where((kept.steps[1:] >= x[before]) & (kept.steps[1:] <= x[after]), np.diff(values), 0.0)
     at = int(np.argmax(jumps))
     # from the level before, to which it does not return: no single outlier, and no step of a ramp
-    stays = y[after] - y[before] > 0.5 * jumps[at] > values[at] - y[before]
-    is_jump = jumps[at] > JUMPED * turned.noise and stays
-    return int(kept.steps[at + 1] if is_jump else x[bend])
+    is_jump = jumps[at] > max(JUMPED * turned.noise, 2 * (values[at] - y[before]))
+    if is_jump and y[after] - y[before] > 0.5 * jumps[at]:
+        return int(kept.steps[at + 1])
+    # not before the values leave the range that they had just before the bend
+    bent = int(np.searchsorted(kept.steps, x[bend]))
+    beyond = values[bent:] > np.median(values[max(0, bent - FEWEST_STEPS) : bent]) + BEYOND * turned.noise
+    return int(kept.steps[bent + np.argmax(beyond[:-1] & beyond[1:])])
 
 
 def best_bends(x: Floats, y: Floats) -> tuple[int, int, float]:

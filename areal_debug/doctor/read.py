@@ -65,6 +65,11 @@ class Run:
         return min(ends), max(ends)
 
     @property
+    def unit(self) -> str:
+        """What `steps` are: "step", or "row" where the source names none."""
+        return next((series.unit for series in self.by_name.values()), "step")
+
+    @property
     def kind(self) -> str:
         """By what is logged: "learning" (by reward), "supervised" or "preferences" (pairs)."""
         if any(name in self.series for name in OF_PREFERENCES):

@@ -1,6 +1,7 @@
 """What the doctor says of a run, for a terminal and for a page."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from areal_debug.doctor.checks import Checks, unread
 from areal_debug.doctor.examine import Examination, is_one_step, look_at, place_in
 from areal_debug.doctor.names import QUANTITIES
 from areal_debug.doctor.read import Run
+from areal_debug.doctor.rules.rewards import TERM
 from areal_debug.doctor.series import FEWEST_STEPS
 from areal_debug.render import count, format_number, styled
 from areal_debug.report.links import RecordPage
@@ -35,9 +37,9 @@ def report_of(run: Run, found: Examination, record_page: RecordPage | None = Non
             series.finite.values.tolist(),
             series.finite.steps.tolist(),
             caption=f"{quantity.replace('_', ' ')}: {series.name}. {QUANTITIES[quantity]['meaning']}",
-            ends=" to ".join(
-                format_number(value)
-                for value in series.finite.values[[0, -1][: len(series.finite.values)]].tolist()
+            ends=", ".join(
+                f"{name} {format_number(value)}"
+                for name, value in zip(("first", "last"), series.finite.values[[0, -1]].tolist(), strict=True)
             ),
         )
         for quantity, series in run.series.items()
@@ -48,44 +50,46 @@ def report_of(run: Run, found: Examination, record_page: RecordPage | None = Non
     blocks += [
         f"not read: {name}; to judge it: --metric {quantity}={name}" for name, quantity in unread(run).items()
     ]
-    if run.unknown_names:
-        blocks.append(unknown_names_of(run))
+    blocks += filter(None, [unknown_names_of(run)])
     return Report(verdict, sentence, level, blocks, run.notes)
 
 
 def verdict_of(run: Run, found: Examination) -> tuple[str, str, Level]:
     logged_by = f" (metric names of {run.family})" if run.family != "unknown" else ""
-    what = f"{count(run.num_steps, 'step')} of {run.source}{logged_by}"
+    first, last = run.span if run.by_name else (0, 0)
+    between = f" ({first} to {last})" if last - first >= run.num_steps else ""
+    what = f"{count(run.num_steps, run.unit)}{between} of {run.source}{logged_by}"
     if not run.series:
         return "Inconclusive", f"none of the metrics in {what} is known", "unsure"
     if found.alarms:
-        first, num_more = found.alarms[0], len(found.alarms) - 1
-        title = first.title + (f", and {num_more} more" if num_more else "")
+        worst, num_more = found.alarms[0], len(found.alarms) - 1
+        title = worst.title + (f", and {num_more} more" if num_more else "")
         if is_one_step(run, found):
             return (
                 "Inconclusive",
                 f"{title}, in the only step of {run.source}; one step shows no trend: give more",
                 "unsure",
             )
-        return title[:1].upper() + title[1:], what, LEVELS[first.severity]
+        return title[:1].upper() + title[1:], what, LEVELS[worst.severity]
     if run.num_steps < FEWEST_STEPS:
         return "Inconclusive", f"{what}, and a trend needs at least {FEWEST_STEPS}", "unsure"
-    if (late := found.checks.late) and late in run.series:
+    tried, left = count(found.checks.num_tried, "check"), found.checks.num_all - found.checks.num_tried
+    if (late := found.checks.lacks("whole")) in run.series:
         seen = run.finite(late)
-        stays = f"the {late} stays between {seen.values.min():.3g} and {seen.values.max():.3g}"
-        why = f"steps before {seen.steps[0]} are missing: give those as well, since it may have changed there"
-        return "Inconclusive", f"{stays} in {what}; {why}", "unsure"
-    if found.checks.are_few:
-        num, left = found.checks.num_tried, found.checks.num_all - found.checks.num_tried
-        rest = f"{left} others need more columns (listed below)"
-        return (
-            f"No problem in the {count(num, 'check')} that these columns allow",
-            f"{rest}: {what}",
-            "unsure",
+        why = (
+            f"the {late} stays between {seen.values.min():.3g} and {seen.values.max():.3g}, and may have "
+            f"changed before step {seen.steps[0]}: give the steps before it as well"
         )
-    if run.damage.found:
+    elif (short := found.checks.lacks("20")) in run.series:
+        num = len(run.finite(short).values)
+        why = f"{tried} found no problem, but {num} values of the {short} show no trend: it takes 20"
+    elif found.checks.are_few:
+        why = f"{tried} found no problem; {left} others could not run, since they need other columns (listed below)"
+    elif run.damage.found:
         return "Damaged", f"no problem found in the intact steps: {what}", "bad"
-    return "Healthy", f"no problem found in {what}", "good"
+    else:
+        return "Healthy", f"{tried} found no problem in {what}", "good"
+    return "Inconclusive", f"{why}: {what}", "unsure"
 
 
 def unobserved_of(run: Run, checks: Checks) -> str:
@@ -100,20 +104,23 @@ def unobserved_of(run: Run, checks: Checks) -> str:
         by_need.setdefault(" and ".join(need.replace("|", " or ") for need in needs), []).append(id)
     lacking = "; ".join(f"{need.replace('_', ' ')} ({', '.join(ids)})" for need, ids in by_need.items())
     lacking = lacking.replace("whole ", "the first steps of the ").replace("exact ", "unrounded ")
+    lacking = re.sub(r"\b([24]0) ", r"\1 values of the ", lacking)
     return f"{tried}; the others need: {lacking}"
 
 
 def unknown_names_of(run: Run) -> str:
     """Return one sentence on the metrics that no rule reads, and how to name one of them."""
-    names = ", ".join(run.unknown_names[:NAMES_SHOWN])
-    more = len(run.unknown_names) - NAMES_SHOWN
+    unknown = [name for name in run.unknown_names if name not in unread(run) and not TERM.match(name)]
+    names = ", ".join(unknown[:NAMES_SHOWN])
+    more = len(unknown) - NAMES_SHOWN
     rest = f" and {more} more (--json lists all)" if more > 0 else ""
-    return f"Also logged, but not judged by any check: {names}{rest}; to judge one: --metric QUANTITY=NAME"
+    also = f"Also logged, but not judged by any check: {names}{rest}; to judge one: --metric QUANTITY=NAME"
+    return also if names else ""
 
 
 def finding_of(run: Run, alarm: Alarm, record_page: RecordPage | None) -> Finding:
     """Return an alarm with its curve, its evidence and what to do."""
-    evidence = [f"step {step}: {format_number(value)}" for step, value in alarm.evidence]
+    evidence = [f"{run.unit} {step}: {format_number(value)}" for step, value in alarm.evidence]
     address = ""  # of the first step, at the row or token where the metric is most extreme
     if record_page is not None and alarm.evidence:
         step = alarm.evidence[0][0]
@@ -122,7 +129,11 @@ def finding_of(run: Run, alarm: Alarm, record_page: RecordPage | None) -> Findin
     rows = [
         Row("found", alarm.found),
         Row("evidence", ", ".join(evidence), address=address),
-        *([Row("since", f"step {alarm.onset} ({alarm.cost})".removesuffix(" ()"))] if shows_since else []),
+        *(
+            [Row("since", f"{run.unit} {alarm.onset} ({alarm.cost})".removesuffix(" ()"))]
+            if shows_since
+            else []
+        ),
         *([Row("look", look, is_code=True)] if look else []),
         *(
             Row(

@@ -24,13 +24,14 @@ class Series:
     """Values float64 [n] at `steps` int64 [n], ascending. `name` is the name in the source.
 
     `resolution` is the last digit that the source prints, 0 if values are not rounded: a value of 0
-    may then be any value below half of it.
+    may then be any value below half of it. `unit` is "row" if the source names no steps.
     """
 
     name: str
     steps: Ints
     values: Floats
     resolution: float = 0.0
+    unit: str = "step"
 
     @cached_property
     def finite(self) -> "Series":

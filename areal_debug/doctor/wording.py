@@ -11,6 +11,7 @@ from areal_debug.doctor.alarm import Alarm
 from recorder import Record
 
 OWN = "AReaL"  # whose names the advice is written in
+NUMBERED = re.compile(r"\bstep(?=s? \d)|(?<=\d )step(?=s?\b)")  # `step 3`, `3 steps`
 ON_RECORD = re.compile(r"(?:^|:? )areal-debug (\w+) (?:\w+ )?RECORD\b.*")
 
 
@@ -28,13 +29,15 @@ def pattern() -> re.Pattern[str]:
     return re.compile(rf"(?P<open> \()?(?P<name>{names})\b(?P<value>=\S*\w)?(?P<rest>[^()]*\))?")
 
 
-def in_words_of(family: str, alarm: Alarm, record: Record | None = None) -> Alarm:
+def in_words_of(family: str, alarm: Alarm, record: Record | None = None, unit: str = "step") -> Alarm:
     """Return an alarm that names options as a family does, without changes of our config.
 
-    Commands name the record that was read; they are left out without one, or if they refuse it.
+    Steps that are counted rows (`unit`) are named so. Commands name the record that was read; they
+    are left out without one, or if they refuse it.
     """
 
     def of_record(text: str) -> str:
+        text = NUMBERED.sub(unit, text)
         if (match := ON_RECORD.search(text)) is None:
             return text
         is_refused = record is not None and record.header.trainer and match[1] in ("replay", "goto")
@@ -43,7 +46,8 @@ def in_words_of(family: str, alarm: Alarm, record: Record | None = None) -> Alar
         return text.replace("RECORD", shlex.quote(str(record.path)))
 
     advice = tuple(filter(None, map(of_record, alarm.advice)))
-    alarm = replace(alarm, advice=advice, experiment=of_record(alarm.experiment))
+    title, found, cost, experiment = map(of_record, (alarm.title, alarm.found, alarm.cost, alarm.experiment))
+    alarm = replace(alarm, advice=advice, title=title, found=found, cost=cost, experiment=experiment)
     if family == OWN:
         return alarm
     return replace(

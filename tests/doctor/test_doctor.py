@@ -1,6 +1,7 @@
 """`areal-debug doctor`: no alarm on healthy runs, each problem with its evidence."""
 
 import json
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from .runs import STEPS, TROUBLES, diagnosed, healthy, said, write_stats
 
 LONG = pytest.mark.long
 # Further alarms of a run whose reward does not rise, and of one that peaked.
-CONSEQUENCES = defaultdict(tuple, D01=("D04", "D16"), D16=("D01",), D21=("D01", "D16"), D04=("D01", "D16"))
+CONSEQUENCES = defaultdict(tuple, D01=("D16",), D16=("D01",), D21=("D01", "D16"), D04=("D01", "D16"))
 VERL = {
     "reward": "critic/rewards/mean",
     "entropy": "actor/entropy",
@@ -63,42 +64,12 @@ def test_of_a_handful_of_steps_only_what_holds_in_each_is_judged(tmp_path):
     assert said(tmp_path).startswith("Inconclusive: 7 steps of ")
 
 
-NO_GRADIENT = "'loss': -0.0, 'grad_norm': 0.0, 'learning_rate': 2e-07, 'reward': 0.34, 'reward_std': 0.44"
-FAR = "{'loss': 0.1, 'reward': 0.34, 'kl': 100.0, 'grad_norm': 0.2}"
-LEVELS = "step:4 - critic/rewards/mean:0.5 - critic/rewards/max:1.0 - critic/rewards/min:0.0 - "
+POSTS = tomllib.loads(Path(__file__).with_name("posts.toml").read_text(encoding="utf-8"))["posts"]
 
 
-@pytest.mark.parametrize(
-    ("count", "line", "id"),
-    [
-        (3, NO_GRADIENT, "D13"),
-        (3, "{'loss': 0.1, 'grad_norm': 0.3, 'learning_rate': 0.0, 'reward': 0.34}", "D13"),
-        (3, "{'loss': 0.0, 'grad_norm': 0.0, 'reward': 0.0, 'frac_reward_zero_std': 1.0}", "D22"),
-        (3, "{'loss': 0.0, 'grad_norm': 0.2, 'reward': 0.4, 'completions/clipped_ratio': 0.9}", "D20"),
-        (3, "{'loss': 0.0, 'grad_norm': 0.2, 'reward': 0.4, 'frac_reward_zero_std': 0.7}", None),
-        (3, "{'loss': 0.69, 'rewards/accuracies': 0.25, 'rewards/chosen': -0.05}", None),  # ties are no hits
-        (1, NO_GRADIENT, "D13"),
-        (1, NO_GRADIENT.replace("0.44", "0.0"), "D22"),
-        (1, NO_GRADIENT.replace("'grad_norm': 0.0, 'learning_rate': 2e-07", "'learning_rate': 0.0"), None),
-        (1, FAR, "D29"),
-        (1, FAR.replace("'kl': 100.0", "'objective/kl': 12.0"), None),  # over the tokens of a completion
-        (1, FAR.replace("'kl': 100.0", "'policy/approxkl_avg': 3.0"), "D14"),
-        (1, FAR.replace("'kl': 100.0", "'clip_ratio/region_mean': 1.0"), "D12"),
-        (1, LEVELS + "critic/advantages/max:0.000 - critic/advantages/min:0.000", "D33"),
-        (1, "step:4 - actor/entropy:0.5 - critic/advantages/max:0.0 - critic/advantages/min:0.0", None),
-        (1, LEVELS.replace("max:1.0", "max:0.4"), "D45"),
-        (4, [1.06, 1.16, 0.0, 0.0], "D18"),  # what Transformers prints for a loss that is not finite
-        (3, [0.0, 0.0, 0.0], "D18"),
-        (3, [0.3, 0.003, 0.0], None),  # it is memorised
-        (3, ["0.693100", "0.000000", "0.000000"], "D18"),  # of a notebook's table
-        (3, [1.06, 0.0, 1.1], None),
-        (3, "{'loss': 0.0, 'completion_length': 30.0}", None),  # of GRPO, whose loss is 0
-        (3, "{'loss': 0.69, 'rewards/chosen': 0.1, 'logits/chosen': nan, 'kl': 4.0}", "D18"),  # of KTO: a sum
-        (12, [0.97, 1.37, 1.24, 0.96, 1.03, 1.17] * 2, "D13"),  # each epoch has the same losses
-        (11, [0.97, 1.37, 1.24, 0.96, 1.03, 1.17, 0.97, 1.37, 1.24, 0.96, 1.02], None),
-    ],
-)
-def test_lines_that_somebody_posted_show_what_holds_in_each_and_one_shows_no_trend(tmp_path, count, line, id):
+@pytest.mark.parametrize("post", POSTS, ids=lambda post: str(post["line"]))
+def test_lines_that_somebody_posted_show_what_holds_in_each_and_one_shows_no_trend(tmp_path, post):
+    count, line, id = post["count"], post["line"], post["id"]
     post = tmp_path / "post.txt"
     lines = (
         [line] * count if isinstance(line, str) else [f"{{'loss': {loss}, 'epoch': 0.1}}" for loss in line]
@@ -106,13 +77,21 @@ def test_lines_that_somebody_posted_show_what_holds_in_each_and_one_shows_no_tre
     post.write_text("is this normal?\n" + "\n".join(lines))
     code, found = diagnosed(post)
     assert ([one["id"] for one in found["alarms"]], code == 1) == ([id] * bool(id), bool(id) and count > 1)
-    assert ("; one step shows no trend: give more" in said(post)) == (count == 1 and id is not None)
+    assert ("; one step shows no trend: give more" in said(post)) == (count == 1 and bool(id))
 
 
-@pytest.mark.parametrize(("norms", "grows"), [(10.0 ** np.arange(12), True), (np.linspace(9, 40, 12), False)])
-def test_a_gradient_norm_that_grows_without_end_is_named(tmp_path, norms, grows):
-    _, found = diagnosed(write_stats(tmp_path, {"grad_norm": norms, "reward": np.full(12, 0.5)}))
-    assert ("gradients grow without end" in [alarm["title"] for alarm in found["alarms"]]) == grows
+GROWS = 0.5 * 1.18 ** np.maximum(0, np.arange(57) - 29)  # from step 30 on
+
+
+@pytest.mark.parametrize(
+    ("norms", "since"),
+    [(10.0 ** np.arange(12), 0), (GROWS, 30), (GROWS[29:], 0), (np.linspace(9, 40, 12), None)],
+)
+def test_a_gradient_norm_that_grows_is_named_from_its_first_step_on_and_is_no_spike(tmp_path, norms, since):
+    norms = norms * np.exp(0.05 * np.random.default_rng(0).normal(size=len(norms)))
+    _, found = diagnosed(write_stats(tmp_path, {"grad_norm": norms, "reward": np.full(len(norms), 0.5)}))
+    alarms = [(one["title"], one["onset"]) for one in found["alarms"] if one["id"] == "D17"]
+    assert alarms == ([] if since is None else [("gradients grow without end", since)])
 
 
 def test_one_bad_step_is_no_alarm(tmp_path):
@@ -135,16 +114,14 @@ def test_gradients_that_are_not_finite_are_named_in_any_run(tmp_path, norms, fir
     assert said(tmp_path).startswith("Gradients are not finite: ")
 
 
-@pytest.mark.parametrize(("rate", "leads"), [(1e30, True), (1e8, True), (1.0, False), (1e-6, False)])
+@pytest.mark.parametrize(("rate", "leads"), [(1e30, True), (5.0, True), (1.0, False), (1e-6, False)])
 def test_a_learning_rate_that_no_weights_survive_leads(tmp_path, rate, leads):
     columns = {"lr": [rate] * 12, "grad_norm": [np.nan] * 12, "zero_variance_groups": [1.0] * 12}
     write_stats(tmp_path, {name: np.array(values) for name, values in columns.items()})
     _, found = diagnosed(tmp_path)
-    first, said_rate = found["alarms"][0], f"gradients are not finite at a learning rate of {rate:.3g}"
-    assert (first["id"], first["title"] == said_rate) == ("D17", leads)
-    if leads:
-        assert first["advice"][0].startswith("lower ")
-        assert "1412.6980" in first["source"]
+    first = found["alarms"][0]
+    assert (first["id"], first["severity"]) == ("D48" if leads else "D17", "error")
+    assert first["advice"][0].startswith("lower ") == leads
 
 
 @pytest.mark.parametrize(("names", "family"), [(VERL, "verl"), (TRL, "TRL")])

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areal_debug.doctor.checks import unread
 from areal_debug.doctor.read import UnreadableRun, read_run
+from areal_debug.doctor.report import unknown_names_of
 from areal_debug.doctor.sources.locate import find_sources
 
 STEPS = range(12)
@@ -141,35 +143,18 @@ def test_what_a_framework_prints_is_read_by_step(tmp_path, framework):
     assert set(run.by_name) == names
     first = PRINTED[framework].get("first", 1)  # 0: the lines are counted
     assert rewards(run) == (list(range(first, first + 9)), [step / 16 for step in range(1, 10)])
+    assert (run.unit == "row") == (first == 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("a.wandb", b"\x80\x04]q.", "is no run of Weights & Biases"),
-        ("a.wandb", b":W&B\xe1\xbe\x00" + b"\0\0\0\0\1\0\1x", "a.wandb is damaged: wrong checksum at byte 7"),
-        ("a.db", b"SQLite format 3\0" + b"\xff" * 200, "cannot be read as a project of Trackio"),
-        ("a.db", b"", "has no table metrics"),
-        ("a.parquet", b"PAR1PAR1", "is no parquet"),
-        ("a.json", b"[1, 2", "is not JSON"),
-        ("a.json", b'{"a": 1}', "has no rows"),
-        ("a.json", b"[" * 100_000, "is not JSON"),
-        ("a.log", b"\xff\xfe\x00", "contains no numbers by step"),
-        ("a.jsonl", b'{"prompt": "1 + 1?", "reward": 1.0}\n' * 9, "contains no numbers by step"),
-        ("a.log", b"INFO requests: 1  latency: 0.2  return: 200\n" * 9, "contains no numbers by step"),
-        ("events.out.tfevents.1.x", b"\x00" * 99, "contains no numbers by step"),
-        ("a.csv", b"", "is empty"),
-        ("a.csv", b"step,reward\n", "has a header and no rows"),
-        ("a.csv", b"step,reward\na,b\n", "no number below its header: the first row is 'a,b'"),
-        ("a.csv", b"step;reward\n1;0.5\n", "has semicolons between its columns"),
-        ("a.csv", b"1,0.5\n2,0.6\n", "has no header: its first line is '1,0.5'"),
-        ("a.csv", b"reward,note\n0.5,a\n", "no column step or global_step that holds numbers"),
-    ],
-)
-def test_a_malformed_file_is_one_sentence(tmp_path, name, content, sentence):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UnreadableRun, match=sentence):
-        read_run(tmp_path / name)
+MALFORMED = tomllib.loads(Path(__file__).with_name("malformed.toml").read_text(encoding="utf-8"))["files"]
+
+
+@pytest.mark.parametrize("file", MALFORMED, ids=lambda file: file["sentence"])
+def test_a_malformed_file_is_one_sentence(tmp_path, file):
+    content = file["content"].encode("latin-1") * file.get("times", 1)
+    (tmp_path / file["name"]).write_bytes(content)
+    with pytest.raises(UnreadableRun, match=file["sentence"]):
+        read_run(tmp_path / file["name"])
 
 
 def test_events_are_read_as_tensorboard_reads_them(tmp_path):
@@ -202,3 +187,17 @@ def test_steps_that_begin_again_in_each_epoch_are_counted_on(tmp_path):
     form = "Epoch {}, Step {}, Reward: {}: 5%|1 | 2/99 [0:02]\n"
     (tmp_path / "train.log").write_text("".join(form.format(n // 3, n % 3, n / 10) for n in range(9)))
     assert rewards(read_run(tmp_path / "train.log")) == (list(range(9)), [n / 10 for n in range(9)])
+
+
+def test_a_run_that_died_before_its_first_step_is_told_with_its_last_error(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "rank0.log").write_text("loading\nTraceback:\n  File 1\nValueError: no chat template\n")
+    with pytest.raises(UnreadableRun, match=r"before its first step\. Last error: ValueError: no chat"):
+        read_run(tmp_path)
+
+
+def test_terms_of_the_reward_are_judged_and_offered_for_nothing_else(tmp_path):
+    rows = [{"step": s, "reward": s / 9, "rewards/accuracy_reward/mean": s / 9, "foo": 1} for s in STEPS]
+    run = read_run(write_lines(tmp_path / "log.jsonl", rows))
+    assert unread(run) == {}
+    assert unknown_names_of(run).startswith("Also logged, but not judged by any check: foo;")

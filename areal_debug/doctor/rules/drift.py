@@ -13,9 +13,7 @@ from areal_debug.doctor.series import Series
 FAR = 1.0  # nat a token
 TOKENS = 100.0  # of a completion, over which TRL's `objective/kl` and the KL of KTO are sums
 GROWTH = 10.0
-LEAST_NEGATIVE = 0.01  # nat: an estimate over few samples may be a little below 0
-WORTH_A_LOOK = 0.2  # nat a token
-SPEEDS_UP = 4.0  # growth in the last third of the run over that in the first
+WORTH_A_LOOK = 0.5  # nat a token
 POSITION = re.compile(r"kl\w*(?:pos|bucket)\w*[/_.-](\d+)$", re.I)
 AHEAD = 4.0  # KL of one position over the median of the others
 
@@ -35,14 +33,17 @@ def divergence_explodes(run: Run) -> Alarm | None:
         and not gains.rises
         and series.last > GROWTH * series.values[: series.window].min()
     )
-    outruns = series.last > WORTH_A_LOOK * scale and outruns_reward(series, reward)
+    begins, also = onset(series, "up", in_ratios=True), ""
+    late = reward.since(begins).trend
+    outruns = series.last > WORTH_A_LOOK * scale and (
+        late is None or not late.rises or begins > series.steps[series.window]
+    )
     if (
         not (series.rose(GROWTH) and (is_far or outruns))
         and not at_once
         and not series.throughout(lambda value: value > FAR * scale)
     ):
         return None
-    begins, also = onset(series, "up", in_ratios=True), ""
     if len(before := reward.values[reward.steps < begins]) and len(after := reward.since(begins).values):
         also = f"; the median reward is {np.median(before):.3g} before step {begins}, {np.median(after):.3g} from there on"
     return alarm(
@@ -53,43 +54,6 @@ def divergence_explodes(run: Run) -> Alarm | None:
         title="far" if series.is_short else "explodes",
         since=begins,
     )
-
-
-def divergence_is_negative(run: Run) -> Alarm | None:
-    """D44: the KL to the reference is below 0, which no divergence of own samples is."""
-    series = run.finite("reference_kl")
-    limit = -max(LEAST_NEGATIVE, 3 * series.noise)
-    if not series.sustained(lambda value: value < limit):
-        return None
-    found = series.trend
-    falls = found is not None and found.falls
-    return alarm(
-        "D44",
-        series,
-        found=series.change,
-        severity="error" if falls else "warning",
-        title="falls" if falls else "negative",
-        since=onset(series, "down"),
-    )
-
-
-def outruns_reward(series: Series, reward: Series) -> bool:
-    """Return whether KL speeds up in the last third of the run, and the reward does not with it."""
-    early, _, late = thirds(series)
-    if late < SPEEDS_UP * max(early, series.noise):
-        return False
-    if len(reward.values) < 3:
-        return True
-    gained = thirds(reward)
-    total, grown = sum(gained), early + late
-    return total <= 0 or late / grown > gained[2] / total + 0.3
-
-
-def thirds(series: Series) -> tuple[float, float, float]:
-    count, half = len(series.values), max(2, series.window // 2)
-    at = [0, count // 3, 2 * count // 3, count]
-    levels = [float(np.median(series.values[max(0, i - half) : i + half])) for i in at[:-1]] + [series.last]
-    return levels[1] - levels[0], levels[2] - levels[1], levels[3] - levels[2]
 
 
 def one_position_drifts(run: Run) -> Alarm | None:
@@ -128,4 +92,4 @@ def by_position(run: Run) -> dict[int, Series]:
     return {number: series for number, series in sorted(found, key=lambda one: one[0]) if len(series.values)}
 
 
-RULES = (divergence_explodes, divergence_is_negative, one_position_drifts)
+RULES = (divergence_explodes, one_position_drifts)

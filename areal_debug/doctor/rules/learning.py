@@ -26,17 +26,17 @@ NOISY = 0.5  # scatter of a step, as a share of the run's gain
 
 
 def reward_does_not_rise(run: Run) -> Alarm | None:
-    reward, stale = run.finite("reward"), run.finite("staleness").values
+    reward, stale = run.finite("reward"), run.finite("staleness").values.any()
     found = reward.trend
-    if found is None or len(reward.values) < ENOUGH_STEPS or found.rises:
-        return None
+    if found is None or len(reward.values) < ENOUGH_STEPS or found.rises or fall_from_the_peak(run):
+        return None  # D04
     if is_share(reward) and reward.last >= SOLVED:
         return None
     falls, is_young = found.falls, len(reward.values) < 2 * ENOUGH_STEPS
     may_still_rise = is_young and found.change > 0 and found.high > 2 * found.scatter
     if not falls and (rises(run, "eval_reward") or may_still_rise or is_high(reward)):
         return None
-    if reward.is_late_level or (not falls and (is_at_its_top(reward) or rose_and_fell(run))):  # D04
+    if reward.is_late_level or (not falls and is_at_its_top(reward)):
         return None
     reached = None if falls else end_of_rise(reward)
     how = f"{reward.values[0]:.3g} at first, {reward.last:.3g} from step {reached} on"
@@ -46,7 +46,7 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
         found=found.describe(len(reward.values)) if reached is None else how,
         severity="error" if falls else "warning",
         title="falls" if falls else "flat" if reached is None else "stopped",
-        variant="synchronous" if len(stale) and not stale.any() else "",
+        variant="" if stale or run.config.get("rollout.max_head_offpolicyness") else "synchronous",
         since=onset(reward, "down") if falls else reached or int(reward.steps[0]),
     )
 
@@ -76,10 +76,7 @@ def is_at_its_top(reward: Series) -> bool:
 def rose_and_fell(run: Run) -> bool:
     """Return whether the reward fell after a peak that was above its beginning."""
     fell = fall_from_the_peak(run)
-    if fell is None:
-        return False
-    series, peak, _ = fell
-    return peak - series.first > max(4 * series.noise, LEAST_HUMP * float(np.ptp(series.values)))
+    return fell is not None and fell[3]
 
 
 def rises(run: Run, quantity: str) -> bool:
@@ -129,7 +126,6 @@ def reward_scatters(run: Run) -> Alarm | None:
         found=(
             f"steps scatter by {late:.3g} in the second half of the run and by {early:.3g} in the first; "
             f"the reward changed by {found.change:+.3g}"
-            + (f" with {batch} prompts a step" if batch is not None else "")
         ),
         title="noisier" if gets_noisier else "noisy",
         since=onset(Series(reward.name, reward.steps, np.abs(scatter)), "up"),
@@ -256,12 +252,13 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
     fell = fall_from_the_peak(run)
     if fell is None:
         return None
-    series, peak, at = fell
+    series, peak, at, rose = fell
     return alarm(
         "D04",
         series,
         found=f"around step {at} its median was {peak:.3g}, at the end {series.last:.3g}; steps scatter by {series.noise:.2g}",
         severity="error",
+        title="peak" if rose else "level",
         evidence=((at, peak), *series.tail(3)),
         since=onset(series.since(at), "down"),
         until=at + series.window,
@@ -269,8 +266,11 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
     )
 
 
-def fall_from_the_peak(run: Run) -> tuple[Series, float, int] | None:
-    """Return the reward, its highest running median and that one's step, if it fell since."""
+def fall_from_the_peak(run: Run) -> tuple[Series, float, int, bool] | None:
+    """Return the reward, its highest running median, that one's step, and whether it rose to it.
+
+    None if it did not fall since, or fell from the beginning of the run on.
+    """
     series = run.finite("reward")
     if len(series.values) < ENOUGH_STEPS:
         return None
@@ -280,7 +280,10 @@ def fall_from_the_peak(run: Run) -> tuple[Series, float, int] | None:
     is_below = series.sustained(lambda value: peak - value > 2 * series.noise)
     if not is_below or peak - series.last < 0.1 * abs(peak) or not exceeds_the_draw(series, at):
         return None
-    return series, peak, int(series.steps[at])
+    rose = peak - series.first > max(4 * series.noise, LEAST_HUMP * float(np.ptp(series.values)))
+    if not rose and onset(series, "down") <= series.steps[series.window]:
+        return None
+    return series, peak, int(series.steps[at]), rose
 
 
 def exceeds_the_draw(series: Series, peak: int) -> bool:

@@ -9,11 +9,18 @@ from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.groups import share_alike
-from areal_debug.doctor.rules.learning import ENOUGH_STEPS, is_learning, is_share, is_solved, rose_and_fell
+from areal_debug.doctor.rules.learning import (
+    EARLY_STEPS,
+    ENOUGH_STEPS,
+    is_learning,
+    is_share,
+    is_solved,
+    rose_and_fell,
+)
 from areal_debug.doctor.series import Series, medians_between, running_medians
 
 NEIGHBOURS = 31  # steps whose median a gradient norm is compared with
-MULTIPLIED, LARGE = 100.0, 10.0  # times the first gradient norm, and a norm that no sound run ends at
+MULTIPLIED, LARGE = 30.0, 10.0  # times the first gradient norm, and a norm that no sound run ends at
 SPIKE = 5.0  # times that median
 HIGH_SPIKE = 10.0  # of these, three are enough
 FEWEST_SPIKES = 3  # two are found in short sound runs with stale samples
@@ -24,26 +31,6 @@ ABSURD = 1.0  # learning rate: Adam changes each weight by about as much in one 
 REPEATED = 5  # different losses, and how many come again: with four digits no chance
 NOT_SMALL = 0.5  # a supervised loss that does not become 0 in one step
 OF_TOKENS = re.compile(r"(?i)(?<![a-z])(?:logits?|logps?|logprobs?)(?![a-z])")
-
-
-def many_tokens_are_clipped(run: Run) -> Alarm | None:
-    series = run.finite("clip_ratio")
-    is_most = series.holds(lambda value: value > 0.5)
-    if (
-        not is_most
-        and not series.sustained(lambda value: value > 0.3)
-        and not (len(series.values) >= ENOUGH_STEPS and np.median(series.values) > 0.3)
-        and not (series.rose(3.0) and series.last > 0.2)
-    ):
-        return None
-    return alarm(
-        "D12",
-        series,
-        found=series.change,
-        severity="error" if is_most and not series.is_short else "warning",
-        title="most" if is_most else "saturates",
-        since=onset(series, "up"),
-    )
 
 
 def never_moves(run: Run) -> Alarm | None:
@@ -137,8 +124,10 @@ def critic_fails(run: Run) -> Alarm | None:
         series, worse, title = explained, onset(explained, "down"), "worse_than_constant"
         found = f"explained variance {series.last:.3g}, below 0 is worse than a constant"
     elif exploded is not None:
-        worse, title = exploded[0], "explodes"
-        found = f"{series.values[0]:.3g} at first, {exploded[1]:.3g} around step {worse}, {series.last:.3g} at the end"
+        until = np.searchsorted(loss.steps, exploded[0]) + loss.window
+        before = Series(loss.name, loss.steps[:until], loss.values[:until])
+        worse, title = min(exploded[0], onset(before, "up", in_ratios=True)), "explodes"
+        found = f"{series.values[0]:.3g} at first, {exploded[1]:.3g} around step {exploded[0]}, {series.last:.3g} at the end"
     elif len(explained.values) >= 2 * ENOUGH_STEPS and medians_of(explained).max() < LEAST_EXPLAINED:
         series, worse, title = explained, int(explained.steps[0]), "explains_nothing"
         found = f"explained variance never exceeds {LEAST_EXPLAINED:g} over a window; a constant has 0"
@@ -229,8 +218,7 @@ def gradients_spike(run: Run) -> Alarm | None:
     spikes, high = (times > SPIKE) & (deviations > 6), (times > HIGH_SPIKE) & (deviations > 4)
     if not bad.any() and spikes.sum() < max(FEWEST_SPIKES, 0.02 * len(norm.values)) and high.sum() < 3:
         return None
-    at, rate = np.flatnonzero(bad if bad.any() else spikes | high), highest_rate(run)
-    is_rate = bool(bad.any()) and rate > ABSURD
+    at = np.flatnonzero(bad if bad.any() else spikes | high)
     first = int(norm.steps[at[0]])
     return alarm(
         "D17",
@@ -241,32 +229,33 @@ def gradients_spike(run: Run) -> Alarm | None:
             else f"{len(at)} of {len(norm.values)} steps are beyond {SPIKE:g} times their neighbours, the largest {times.max():.0f} times"
         ),
         severity="error" if bad.any() else "warning",
-        title="" if is_rate else "not_finite" if bad.any() else "spikes",
-        variant="rate" if is_rate else "",
+        title="not_finite" if bad.any() else "spikes",
         evidence=norm.at(at[:8]),
         since=first,
-        cost=f"{len(at)} updates whose direction a few samples chose" if not bad.any() else "",
         verb="break" if bad.any() else "dominate",
         first=first,
-        rate=rate,
     )
 
 
 def gradients_grow(run: Run) -> Alarm | None:
-    """D17: each norm of the last third is a hundred times each of the first, and nothing is learned."""
+    """D17: gradient norms grow from step to step to many times the first, and nothing is learned."""
     series = run.finite("grad_norm")
-    if series.is_short:
+    kept = series.values > 0
+    logs = Series(series.name, series.steps[kept], np.log(series.values[kept]))
+    begins = onset(logs, "up")
+    grows = (later := logs.since(begins)).trend
+    end = float(np.exp(np.median(logs.values[-EARLY_STEPS:]))) if kept.any() else 0.0
+    if grows is None or not grows.rises or is_learning(run):
         return None
-    third = len(series.values) // 3
-    begin, end = float(series.values[:third].max()), float(series.values[-third:].min())
-    if begin <= 0 or end < max(LARGE, MULTIPLIED * begin) or is_learning(run):
+    if end < max(LARGE, MULTIPLIED * float(np.exp(np.median(logs.values[:EARLY_STEPS])))):
         return None
-    begins = onset(series, "up", in_ratios=True)
     return alarm(
         "D17",
         series,
-        found=f"at least {end:.3g} in the last {third} steps, at most {begin:.3g} in the first",
-        severity="warning",
+        found=(
+            f"{np.exp(logs.values[0]):.3g} at first, {end:.3g} at the end; since step {begins} each is "
+            f"{np.expm1(grows.change / max(1, len(later.values) - 1)):.0%} above the one before"
+        ),
         title="grow",
         since=begins,
         verb="break",
@@ -279,18 +268,22 @@ def beside_the_neighbours(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return each norm over the median of its neighbours, and its distance in robust deviations.
 
-    Deviations are those of the logarithm. Norms that are 0 or not finite count as usual ones.
+    Deviations are those of the logarithm. Norms that are 0 or not finite count as usual ones, and so
+    do those that are not above the medians of both sides: norms that grow are no spikes.
     """
-    moving = np.where(np.isfinite(norms) & (norms > 0), norms, np.nan)
-    if np.isfinite(moving).sum() < 5:
+    usable = np.isfinite(norms) & (norms > 0)
+    moving, half = np.where(usable, norms, np.nan), NEIGHBOURS // 2
+    if usable.sum() < 5:
         return np.ones(len(norms)), np.zeros(len(norms))
-    half = NEIGHBOURS // 2
-    usable = np.isfinite(moving)
     counted, at = np.concatenate([[0], np.cumsum(usable)]), np.arange(len(norms))
     begin, end = np.maximum(at - half, 0), np.minimum(at + half + 1, len(norms))
-    usual = medians_between(moving[usable], counted[begin], counted[end])
+    usual, before, after = (
+        medians_between(moving[usable], counted[left], counted[right])
+        for left, right in ((begin, end), (begin, at), (at + 1, end))
+    )
     ratios = np.nan_to_num(np.log(moving / usual), nan=0.0)
-    noise = float(np.median(np.abs(ratios[np.isfinite(moving)]))) / 0.6745
+    noise = float(np.median(np.abs(ratios[usable]))) / 0.6745
+    ratios = np.where(moving > SPIKE * np.fmax(before, after), ratios, np.minimum(ratios, 0.0))
     return np.exp(ratios), ratios / max(noise, 1e-12)
 
 
@@ -309,7 +302,7 @@ def numbers_that_are_none(run: Run) -> Alarm | None:
         return None
     first = min(broken, key=lambda name: int(every[name].steps[np.argmax(bad[name])]))
     series, at = every[first], np.flatnonzero(bad[first])
-    step, rate, also = int(series.steps[at[0]]), highest_rate(run), ", ".join(sorted(set(broken) - {first}))
+    step, also = int(series.steps[at[0]]), ", ".join(sorted(set(broken) - {first}))
     is_other, is_zero = judged.keys().isdisjoint(broken), bool(np.isfinite(series.values[at[0]]))
     what = (
         f"{series.name} is {'exactly 0' if is_zero else 'not finite'} in {len(at)} of {len(bad[first])} steps"
@@ -319,18 +312,30 @@ def numbers_that_are_none(run: Run) -> Alarm | None:
         series,
         found=f"{what}, first at step {step}" + (f"; not finite as well: {also}" if also else ""),
         severity="warning" if is_other else "error",
-        title="" if rate > ABSURD else "others" if is_other else "lost" if is_zero else "not_finite",
-        variant="rate" if rate > ABSURD else "" if run.kind == "learning" else "supervised",
+        title="others" if is_other else "lost" if is_zero else "not_finite",
+        variant="" if run.kind == "learning" else "supervised",
         evidence=series.at(at[:8]),
         since=step,
         step=step,
-        rate=rate,
     )
 
 
-def highest_rate(run: Run) -> float:
-    """Return the highest learning rate that the run logs, 0 if it logs none."""
-    return float(run.finite("lr").values.max(initial=0.0))
+def rate_is_absurd(run: Run) -> Alarm | None:
+    """D48: a learning rate above all published ones; an error if values are not finite, or grow."""
+    series, consequences = run.finite("lr"), (gradients_spike, gradients_grow, numbers_that_are_none)
+    beyond = series.values > ABSURD
+    if not beyond.any():
+        return None
+    first = int(series.steps[np.argmax(beyond)])
+    return alarm(
+        "D48",
+        series,
+        found=f"above {ABSURD:g} in {int(beyond.sum())} of {len(beyond)} steps: one update of Adam replaces the weights",
+        severity="error" if any(rule(run) for rule in consequences) else "warning",
+        since=first,
+        first=first,
+        rate=float(series.values.max()),
+    )
 
 
 def is_lost(loss: Series) -> npt.NDArray[np.bool_]:
@@ -346,11 +351,11 @@ def is_lost(loss: Series) -> npt.NDArray[np.bool_]:
 
 
 RULES = (
+    rate_is_absurd,
     gradients_spike,
     gradients_grow,
     numbers_that_are_none,
     never_moves,
-    many_tokens_are_clipped,
     entropy_collapses,
     entropy_rises,
     critic_fails,

@@ -19,11 +19,6 @@ def steps_get_slower(run: Run) -> Alarm | None:
     longer = max(1.0, length.last / length.first) if length.first > 0 else 1.0
     if slower < UNEXPLAINED * longer:
         return None
-    begins = onset(series, "up", in_ratios=True)
-    later = series.since(begins)
-    lost_s = float((later.values - series.first * longer).clip(0).mean()) * float(
-        later.steps[-1] - begins + 1
-    )
     return alarm(
         "D36",
         series,
@@ -31,8 +26,7 @@ def steps_get_slower(run: Run) -> Alarm | None:
             f"{series.first:.3g} s a step at first, {series.last:.3g} s in the last {series.window} steps ({slower:.2f} times)"
             + (f", {longer:.2f} times by longer completions" if longer > 1.05 else "")
         ),
-        since=begins,
-        cost=f"{lost_s / 3600:.2g} h more than at the time a token took at first",
+        since=onset(series, "up", in_ratios=True),
     )
 
 
@@ -55,7 +49,6 @@ def memory_creeps(run: Run) -> Alarm | None:
             series,
             found=f"{series.first:.4g} at first, {series.last:.4g} at the end, {a_step:.3g} a step without levelling off",
             since=onset(series, "up"),
-            cost=f"{series.last - series.first:.4g} more than at first, in the metric's unit",
             memory=name.replace("_", " "),
             doubled=doubled,
         )

@@ -133,15 +133,10 @@ def term_is_dead(run: Run) -> Alarm | None:
     if not found:
         return None
     series = next(iter(found.values()))
-    value = (
-        f"{series.values[0]:g} to within {series.resolution:.0e}"
-        if series.resolution
-        else f"exactly {series.values[0]:g}"
-    )
     return alarm(
         "D32",
         series,
-        found=f"{', '.join(found)}: {value} in all {len(series.values)} steps",
+        found=f"{', '.join(found)}: {series.values[0]:g} in all {len(series.values)} steps",
         title="zero" if dead else "constant",
         since=int(series.steps[0]),
     )

@@ -5,7 +5,7 @@ import numpy as np
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import ENOUGH_STEPS, left_behind
+from areal_debug.doctor.rules.learning import ENOUGH_STEPS, is_learning, left_behind
 from areal_debug.doctor.rules.mismatch import explain_growth
 from areal_debug.doctor.series import NOTHING, Series, binned
 
@@ -83,22 +83,6 @@ def why_longer(run: Run, begins: int, for_nothing: bool) -> tuple[str, str] | No
     )
 
 
-def completions_shrink(run: Run) -> Alarm | None:
-    """D40: completions shrink to a fraction, and the reward or validation does not rise."""
-    series, reward = run.finite("length"), run.finite("reward")
-    gains = reward.trend
-    if gains is None or not series.fell(0.33):
-        return None
-    if gains.rises and left_behind(reward, run.finite("eval_reward")) is None:
-        return None
-    return alarm(
-        "D40",
-        series,
-        found=f"median {series.first:.0f} tokens at first, {series.last:.0f} at the end, the reward changed by {gains.change:+.3g}",
-        since=onset(series, "down", in_ratios=True),
-    )
-
-
 def samples_are_old(run: Run) -> Alarm | None:
     """D23: staleness grows, or exceeds its limit."""
     allowed, series = run.config.get("rollout.max_head_offpolicyness"), run.finite("staleness")
@@ -157,6 +141,7 @@ def engine_disagrees(run: Run) -> Alarm | None:
     at = np.flatnonzero(far[:-2] & far[1:-1] & far[2:])  # three steps in a row
     if not steady and (series.is_short or not len(at)):
         return None
+    is_far = series.last > (limit if grows else FAR_BEYOND * limit) and (grows or not is_learning(run))
     begins = onset(series, "up", in_ratios=True) if steady else int(series.steps[at[0]])
     return alarm(
         "D24",
@@ -168,7 +153,7 @@ def engine_disagrees(run: Run) -> Alarm | None:
             + f" (limit {limit:g})"
             + (explain_growth(run, series) if jumped or grows else "")
         ),
-        severity="error" if jumped or series.last > (limit if grows else FAR_BEYOND * limit) else "warning",
+        severity="error" if jumped or is_far else "warning",
         title="drifts" if jumped or grows else "differs" if steady else "for_a_time",
         since=begins,
     )
@@ -187,7 +172,6 @@ def episodes_fail(run: Run) -> Alarm | None:
         failed,
         found=f"{count:.0f} of {total:.0f} prompts so far",
         since=onset(failed.finite, "up"),
-        cost=f"{count:.0f} prompts",
     )
 
 
@@ -195,6 +179,5 @@ RULES = (
     engine_disagrees,
     samples_are_old,
     grows_longer,
-    completions_shrink,
     episodes_fail,
 )

@@ -3,6 +3,8 @@
 A run with a reward is judged by the reward: the level of a policy-gradient loss has no meaning.
 """
 
+import re
+
 import numpy as np
 
 from areal_debug.doctor.alarm import Alarm, alarm
@@ -19,6 +21,7 @@ STEPS_OF_A_PEAK = 5
 EXPLODED = 2.0  # times the first loss
 NEARLY_AS_FAR = 2 / 3  # of the fall of rejected answers
 LEAST_FALL, CLEAR_FALL, LEAST_LEARNED = 0.005, 0.1, 0.2  # of the first loss
+SCALE = re.compile(r"(?i)loss[ _]?scale(?![a-z])")  # of fp16: at 1 each gradient overflows
 UNDERFLOW = 1e-6  # a gradient norm: half precision rounds its elements to 0
 
 
@@ -31,14 +34,21 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
     least = LEAST_FALL if found.falls else CLEAR_FALL  # single rows scatter by more than the fall
     if found.high < 0 and -found.change > least * abs(loss.first):
         return None
+    held_out = run.finite("eval_loss").trend
+    if held_out is not None and held_out.falls and not found.rises:
+        return None  # each row is new in a single epoch: the training loss scatters by more than it falls
     if loss.is_late_level or loss_explodes(run) is not None:
         return None
-    norm = run.finite("grad_norm").last
-    underflows = norm < UNDERFLOW
+    norm, scale = (
+        run.finite("grad_norm").last,
+        [one for name, one in run.by_name.items() if SCALE.search(name)],
+    )
+    underflows = norm < UNDERFLOW or any(one.finite.sustained(lambda value: value <= 1) for one in scale)
     return alarm(
         "D06",
         loss,
-        found=found.describe(len(loss.values)) + (f"; the gradient norm is {norm:.2g}" if underflows else ""),
+        found=found.describe(len(loss.values))
+        + (f"; the gradient norm is {norm:.2g}" if norm < UNDERFLOW else ""),
         severity="error" if found.rises else "warning",
         variant="underflow" if underflows else "",
         title="rises" if found.rises else "flat",
@@ -63,6 +73,7 @@ def loss_explodes(run: Run) -> Alarm | None:
     explodes = medians[highest] >= exploded
     limit = exploded if explodes else start
     beyond = int(series.steps[lowest + np.argmax(series.values[lowest:] > limit)])
+    begins = min(beyond, onset(series.since(int(series.steps[lowest])), "up"))
     return alarm(
         "D41",
         series,
@@ -73,7 +84,7 @@ def loss_explodes(run: Run) -> Alarm | None:
         severity="error" if series.last > start else "warning",
         title="explodes" if explodes else "back",
         evidence=((beyond, float(series.values[np.searchsorted(series.steps, beyond)])), *series.tail(3)),
-        since=beyond,
+        since=begins,
         beyond=beyond,
     )
 
@@ -128,8 +139,10 @@ def chosen_answers_lose_probability(run: Run) -> Alarm | None:
     found = chosen.trend
     if found is None or not chosen.sustained(lambda value: value < 0):
         return None
-    # both are 0 at first: their level is their change
-    is_lost = chosen.last < NEARLY_AS_FAR * rejected.last if len(rejected.values) else found.falls
+    # without a reference (SimPO, ORPO) they do not begin at 0
+    start = [float(np.median(one.values[:MEDIAN_OF])) for one in (chosen, rejected) if len(one.values)]
+    gained = chosen.last - start[0]
+    is_lost = gained < NEARLY_AS_FAR * (rejected.last - start[1]) if len(start) > 1 else found.falls
     if not is_lost:
         return None
     return alarm(

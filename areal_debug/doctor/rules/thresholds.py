@@ -6,6 +6,7 @@ from typing import Any
 from areal_debug.doctor.alarm import Alarm, alarm, findings
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
+from areal_debug.doctor.rules.learning import is_learning
 from areal_debug.doctor.series import Series
 
 
@@ -25,13 +26,17 @@ def beyond(id: str, run: Run) -> Alarm | None:
     row = findings()[id]
     if run.config.get("actor.ppo_n_minibatches") == 1:
         row = row | row.get("one_minibatch", {})
+    if is_learning(run):
+        row = row | row.get("learning", {})
     series = run.finite(row["quantity"])
-    limit = next(row[name] for name in ("above", "below", "at_most", "off") if name in row)
+    limit = next((row[name] for name in ("above", "below", "at_most", "off") if name in row), None)
     severe = partial(is_beyond, row, row.get("severe"))
     rose = row.get("rose")
     has_risen = rose is not None and series.rose(rose["times"]) and series.last > rose["above"]
     is_beyond_limit = series.sustained(partial(is_beyond, row, limit)) or series.throughout(severe)
-    if not is_beyond_limit and not has_risen:
+    if not (
+        is_beyond_limit or has_risen or ("fell" in row and series.fell(row["fell"]))
+    ) or not run.series.keys() >= {*row["needs"]}:
         return None
     judged = series
     if "target" in row:
@@ -39,9 +44,11 @@ def beyond(id: str, run: Run) -> Alarm | None:
     return alarm(
         id,
         series,
-        found=f"{series.ending} ({row['limit']})",
+        found=f"{series.change} ({row['limit']})",
         severity="error" if severe(series.last) and not series.is_short else "warning",
-        since=onset(judged, "down" if "below" in row or "at_most" in row else "up"),
+        since=onset(
+            judged, "down" if {"below", "at_most", "fell"} & {*row} else "up", row.get("in_ratios", False)
+        ),
     )
 
 

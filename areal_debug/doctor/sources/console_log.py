@@ -2,18 +2,19 @@
 NeMo-RL and AReaL.
 
 A line names a step, has pairs of a name and a number, or both; pairs belong to the step named last.
-TRL and Transformers print no step: there a name that comes again begins the next one, and so in a
-log that names no step at all. A line of names between tabs or bars is the header of the rows behind
-it.
+TRL and Transformers print no step: there a name that comes again begins the next one, at the step of
+the progress bar, or `logging_steps` later; without both, and in a log that names no step at all, it
+is the number of a row. A line of names between tabs or bars is the header of the rows behind it.
 """
 
 import re
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 
 from areal_core.safety.received import lines_received
-from areal_debug.doctor.sources.plain_files import Row
+from areal_debug.doctor.sources.plain_files import ROW, Row
 
 MAX_LINE = 200_000
 NUMBER = r"-?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|nan|inf)"
@@ -38,6 +39,8 @@ COLUMNS = re.compile(r"\t|\s*[|│┃]\s*")
 SPACED = re.compile(r"([A-Za-z_][\w./@-]{0,150})\s*[:=]\s*(" + NUMBER + r")(?=[\s;]|$)")
 METRIC = re.compile(r"(?i)loss|reward|grad_norm|entropy|(?<![a-z])kl(?![a-z])|clip_?(?:ped|frac|ratio)")
 BAR = re.compile(r":?\s*\d{1,3}%\|.*?(?=,\s*[A-Za-z_]+=|$)")  # of tqdm, up to the pairs at its end
+DONE = re.compile(r"\s*\d{1,3}%\|[^|]*\|\s*(\d+)/(\d+)\s*\[")  # a bar without a label: of training
+LOGGING_STEPS = re.compile(r"\blogging_steps['\"]?\s*[=:]\s*(\d+)(?![\d.])")
 EPOCH = re.compile(r"(?i)\bepoch\s*[:=#]?\s*(\d+)\b(?!\.)")
 NAME = re.compile(r"[A-Za-z_][\w./@ -]{0,150}")
 BARE = re.compile(NUMBER + "|No Log")  # of a notebook: nothing was logged
@@ -51,11 +54,16 @@ def read_console(file: Path, run: str = "") -> Iterable[Row]:
 def rows_of(lines: Iterable[str]) -> Iterator[Row]:
     """Yield the numbers of each line with a step."""
     step: int | None = None
-    counted, seen = 0, set[str]()
+    counted, seen, bars, every = 0, set[str](), dict[str, int](), 0
     epoch, last, begins = -1, -1, 0  # of a log whose steps begin again in each epoch
     header: list[str] = []
-    for line in lines:
-        line = BAR.sub("", NOISE.sub("", line[:MAX_LINE])).rstrip()
+    for line in chain.from_iterable(line[:MAX_LINE].split("\r") for line in lines):
+        if bar := DONE.match(line):
+            bars[bar[2]] = int(bar[1])
+        elif found := LOGGING_STEPS.search(line):
+            every = int(found[1])
+            continue
+        line = BAR.sub("", NOISE.sub("", line)).rstrip()
         if MICRO.search(line):
             continue
         cells = COLUMNS.split(line.strip("| "))
@@ -83,10 +91,11 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
         elif own := OWN_STEP.search(line):
             yield {**pairs, "step": int(own[1])}
         elif "epoch" in pairs or step is None:  # of Transformers, and of a log without steps
-            if not seen.isdisjoint(pairs):
-                counted, seen = counted + 1, set()
+            at = next(iter(bars.values()), 0) if "epoch" in pairs else 0  # evaluations come later
+            if not seen.isdisjoint(pairs) or (not seen and (at or every)):
+                counted, seen = max(at, counted + (every or 1)), set()
             seen.update(name for name in pairs if name != "epoch")
-            yield {**pairs, "step": counted}
+            yield {**pairs, "step" if at or every else ROW: counted}
         elif step is not None:
             yield {**pairs, "step": step}
 

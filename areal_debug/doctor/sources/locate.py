@@ -5,6 +5,7 @@ files in one folder or below it, the format that comes first in `FORMATS` is rea
 """
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,13 +37,9 @@ MAX_FILES = 200_000
 MAX_SNIFFED_BYTES = 1 << 22
 MAX_JSON_BYTES = 1 << 26
 NAMES_SHOWN = 20
+ERROR = re.compile(r"(?:.*[\s\]:])?[\w.]*(?:Error|Exception|Killed|[Ss]ignal \d+)\b")
 # Folders that hold what one logger wrote of a run in the folder above.
 OF_LOGGERS = ("tensorboard", "tensorboard_log", "tb", "wandb", "trackio", "runs", "logs", "events", "metrics")
-
-
-def always(file: Path) -> bool:
-    """Return True: the file's name is enough."""
-    return True
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Format:
     pattern: str
     read: Callable[[Path, str], Iterable[Row]]
     runs: Callable[[Path], tuple[str, ...]] = lambda file: ("",)
-    is_metrics: Callable[[Path], bool] = always
+    is_metrics: Callable[[Path], bool] = lambda file: True
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,8 @@ def find_source(path: Path, run: str | None = None) -> tuple[Source, tuple[str, 
     """
     found = find_sources(path)
     if not found:
-        raise UnreadableRun(f"{path} contains no metrics: searched for {', '.join(patterns())}, and a record")
+        searched = f"{path} contains no metrics: searched for {', '.join(patterns())}, and a record"
+        raise UnreadableRun(ended(path) or searched)
     matching = found if run is None else named(found, run)
     if len(matching) != 1:
         names = [source.name for source in found[:NAMES_SHOWN]]
@@ -89,6 +87,15 @@ def find_source(path: Path, run: str | None = None) -> tuple[Source, tuple[str, 
             f"choose one with --run, as in: --run {names[0]}"
         )
     return matching[0], tuple(source.name for source in found if source is not matching[0])
+
+
+def ended(folder: Path) -> str:
+    """Return that a run ended before its first step, with the last error of its log."""
+    logs = [file for file, kind in files_below(folder) if kind.read is console_log.read_console]
+    lines = [line.strip() for file in sorted(logs, key=modified_ns) for line in head_lines(file)]
+    error = next((line[:300] for line in reversed(lines) if ERROR.match(line)), "none: read the log")
+    why = f"{folder} has a log and no metrics: the run ended before its first step. Last error: {error}."
+    return why + f" areal-debug hang diagnose {folder} explains the end of a job" if logs else ""
 
 
 def named(sources: Sequence[Source], run: str) -> list[Source]:

@@ -11,6 +11,7 @@ from typing import Any
 from areal_core.safety.received import UnreadableFile, lines_received, read_received
 
 Row = Mapping[str, Any]
+ROW = " row"  # the number of a row whose step is unknown, under a name that no metric has
 
 NUMBER = re.compile(r"\s*[-+]?\.?\d[\d.eE+-]*\s*")
 BOUNDS_OF_EXPORTS = ("__MIN", "__MAX")  # of Weights & Biases: columns next to each metric's own

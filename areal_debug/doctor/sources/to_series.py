@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_debug.doctor.names import TEXTS
 from areal_debug.doctor.series import Series
-from areal_debug.doctor.sources.plain_files import Row
+from areal_debug.doctor.sources.plain_files import ROW, Row
 
 STEP_NAMES: list[str] = TEXTS["steps"]["own"]
 # A step of its own beside Weights & Biases' count of calls: of slime, OpenRLHF, Transformers, verl.
@@ -35,19 +35,26 @@ def collect(rows: Iterable[Row]) -> dict[str, Series]:
     """Collect rows into series; if a step was logged more than once, the last value is kept."""
     values: dict[str, tuple[array[int], array[float]]] = {}  # 16 bytes a number
     resolution: dict[str, float] = {}
-    for step, numbers in numbered(rows):
+    units: dict[str, str] = {}
+    for step, numbers, unit in numbered(rows):
         for name, number in numbers.items():
             name = name.removeprefix(TRAINING)
             steps, numbers_by_step = values.setdefault(name, (array("q"), array("d")))
             steps.append(step)
+            units[name] = unit
             numbers_by_step.append(number)
             if isinstance(number, Rounded):
                 resolution[name] = min(number.resolution, resolution.get(name, 1.0))
-    return {name: series_of(name, *logged, resolution.get(name, 0.0)) for name, logged in values.items()}
+    found = {}
+    for name, (logged_at, logged) in values.items():
+        at, last = np.unique(np.frombuffer(logged_at, np.int64)[::-1], return_index=True)
+        kept = np.frombuffer(logged, np.float64)[::-1][last]
+        found[name] = Series(name, at, kept, resolution.get(name, 0.0), units[name])
+    return found
 
 
-def numbered(rows: Iterable[Row]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield the step and the other numbers of each row of metrics.
+def numbered(rows: Iterable[Row]) -> Iterator[tuple[int, dict[str, float], str]]:
+    """Yield the step and the other numbers of each row of metrics, and "step" or "row".
 
     If no row names a step they are counted: a name that comes again begins the next one. Rows with
     text or lists are samples then.
@@ -58,7 +65,7 @@ def numbered(rows: Iterable[Row]) -> Iterator[tuple[int, dict[str, float]]]:
         name = name_of_step(numbers)
         if name is not None and abs(numbers[name]) < 2**63:
             unnamed = None
-            yield int(numbers.pop(name)), numbers
+            yield int(numbers.pop(name)), numbers, "row" if name == ROW else "step"
         elif (
             name is None
             and unnamed is not None
@@ -72,12 +79,12 @@ def numbered(rows: Iterable[Row]) -> Iterator[tuple[int, dict[str, float]]]:
         if not seen.isdisjoint(names):
             step, seen = step + 1, set()
         seen |= names
-        yield step, numbers
+        yield step, numbers, "row"
 
 
 def name_of_step(numbers: Mapping[str, float]) -> str | None:
     of_phase = (name for name in numbers if STEP_OF_PHASE.fullmatch(name))
-    names = (name for known in (STEP_NAMES, of_phase, TEXTS["steps"]["others"]) for name in known)
+    names = (name for known in ([*STEP_NAMES, ROW], of_phase, TEXTS["steps"]["others"]) for name in known)
     return next((name for name in names if name in numbers), None)
 
 
@@ -106,8 +113,3 @@ def as_number(value: Any) -> float | None:
         return float(value)
     except (OverflowError, TypeError, ValueError):
         return None
-
-
-def series_of(name: str, steps: "array[int]", values: "array[float]", resolution: float = 0.0) -> Series:
-    at, last = np.unique(np.frombuffer(steps, np.int64)[::-1], return_index=True)
-    return Series(name, at, np.frombuffer(values, np.float64)[::-1][last], resolution)
