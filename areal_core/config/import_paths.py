@@ -49,7 +49,9 @@ def import_object(path: str, what: str, raised: type[ValueError] = ConfigError) 
         said = f"{type(error).__name__}: {error} ({Path(at[0].filename).name}:{at[0].lineno})"
         raise raised(f"{what} {path!r}: {place} cannot be imported: it raised {said}") from error
     if name not in vars(module):
-        names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        named = ((key, value) for key, value in vars(module).items() if callable(value) and key[0] != "_")
+        root = module.__name__.split(".")[0]
+        names = [key for key, value in named if getattr(value, "__module__", "").split(".")[0] == root]
         raise raised(
             f"{what} {path!r}: {place} has no {name}; its functions and classes are {', '.join(names) or 'none'}"
         )

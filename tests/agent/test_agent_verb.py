@@ -77,7 +77,7 @@ def test_run_samples_a_real_model_in_this_process(agent, tiny_model):
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
-        ("Nothing", ("--say", "a"), "has no Nothing; its functions and classes are "),
+        ("Nothing", ("--say", "a"), "has no Nothing; its functions and classes are client_of, Plain, "),
         ("NotAsync", ("--say", "a"), "NotAsync.run is not async: an agent has `async def run(self, data"),
         ("Plain", (), "no engine: give --model FOLDER (in this process), --server HOST:PORT, or --say"),
         ("Plain", ("--say", "a", "--server", "x:1"), "--server and --say are both given"),
