@@ -425,7 +425,7 @@ class Replaying(Watcher):
 
     def leaves(self, optimizer_step: int) -> bool:
         """Return whether the next recorded step begins here, also in the middle of a generation."""
-        return optimizer_step == self.end
+        return optimizer_step == self.end and not self.details["is_complete"]
 
     def started(self, step: TrainedStep) -> None:
         """Read the step from the record."""
