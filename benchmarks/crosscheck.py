@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import read_options
+from areal_core.config.import_paths import import_file
+from benchmarks.harness import ROOT, read_options
 from recorder import open_record
 from replayer.crosscheck.frameworks import FRAMEWORKS, CannotRun
 from replayer.crosscheck.opinions import crosscheck
 from replayer.crosscheck.step_rows import StepRows, read_rows
 from replayer.crosscheck.their_configs import options_of
 from replayer.crosscheck.twin import Bounded, advantages_of, loss_inputs, loss_of
-from tests.debug import crosscheck_steps as steps
+
+steps = import_file(str(ROOT / "tests/debug/crosscheck_steps.py"))  # an installed package may be `tests`
 
 
 def main() -> None:

@@ -534,7 +534,8 @@ class Comparison:
     def misfit_of_norm(self, update: Update, own: Loss) -> Callable[[Options], float]:
         def misfit(options: Options) -> float:
             loss = self.twin_loss(update, options)
-            same = options.norm == "before" and bool((loss.gradient == own.gradient).all())
+            is_whole = options.norm == "before" and options.gradient_scale == 1
+            same = is_whole and bool((loss.gradient == own.gradient).all())
             if same or (update.loss is not None and loss_misfit(update, loss) > 1):
                 return inf
             return norm_misfit(update, *self.norm(update, loss, options))
