@@ -172,7 +172,7 @@ def test_the_end_of_the_launcher_ends_the_ranks_and_releases_the_machines(cluste
     script = tmp_path / "train.py"
     script.write_text("import os, time; print('started', os.getpid(), flush=True); time.sleep(600)")
     with subprocess.Popen(
-        [*TRAIN, script, "--config", TINY, *overrides(tmp_path, "m", cluster)],
+        [*TRAIN, script, "--config", TINY, *overrides(tmp_path, tmp_path, cluster)],
         stdout=subprocess.PIPE,
         text=True,
     ) as launcher:

@@ -87,7 +87,7 @@ def test_a_rank_that_fails_under_slurm_gives_its_code_and_error_and_nothing_stay
             """
         )
     )
-    done = run(script, *overrides(tmp_path, Path("m"), allocation_mode="embedded|fsdp:d2"))
+    done = run(script, *overrides(tmp_path, tmp_path, allocation_mode="embedded|fsdp:d2"))
     assert done.returncode == 7, done.stdout + done.stderr
     assert (
         "rank 1 failed first, with exit code 7; the last lines of its standard error:\n    no such weights"
@@ -134,7 +134,7 @@ def test_a_server_that_cannot_start_under_slurm_is_reported_with_its_last_line(c
 def test_the_end_of_the_launcher_cancels_the_job(cluster, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import time; print('started', flush=True); time.sleep(600)")
-    command = [*COMMAND, script, "--config", TINY, *overrides(tmp_path, Path("m"))]
+    command = [*COMMAND, script, "--config", TINY, *overrides(tmp_path, tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
         job_id = next(line.split()[2] for line in launcher.stdout if line.startswith("SLURM job "))
         assert "started\n" in iter(launcher.stdout.readline, "")
