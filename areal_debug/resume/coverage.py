@@ -27,6 +27,7 @@ IN_ORDER = 1 / 8  # of the data: a shuffled order has a median step of 0.29 of i
 WHOLE_GROUPS = 0.8  # of the groups have the usual size
 NUMBER = "number of the row"
 MOST_PLACES = 256  # of one text in the data
+MOST_ALIKE = 8  # rows with one text, beyond which their order shows nothing
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,8 @@ def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
     if len(groups) > 1:
         rows = placed(groups)
         batch = len(groups) // len({group.step for group in groups})
-        if np.median(np.abs(np.diff(rows))) > min(DISORDER * batch, max(1, len(data) * IN_ORDER)):
+        apart, alike = np.median(np.abs(np.diff(rows))), np.median([len(group.places) for group in groups])
+        if alike > MOST_ALIKE or apart > min(DISORDER * batch, max(1, len(data) * IN_ORDER)):
             lost, twice, findings, unknown = judge_shuffled(groups, len(data), batch)
             notes += unknown
         else:
@@ -225,7 +227,12 @@ def judge_shuffled(
         -(-len(groups) // max(1, num_rows - batch + 1)),
     )
     if passes < 1:
-        return [], [], [], ["the data is read in another order than its own: a whole pass shows what is lost"]
+        return (
+            [],
+            [],
+            [],
+            ["the data is read in another order, or many rows are equal: a whole pass shows what is lost"],
+        )
     times = Counter(group.places for group in groups)
     seldom = [places for places, number in times.items() if number < passes * len(places)]
     often = [places for places, number in times.items() if number > most * len(places)]

@@ -39,6 +39,8 @@ OPTIMIZERS = ("optimizer.pt", "optim.pt", "optimizer.pth", "optimizer_state.pt")
 VERSIONS = ("version", "weight_version", "policy_version", "trainer_version", "weights_version")
 SIZES = {"batch", "size", "parallel", "gpus", "nodes", "accumulation", "samples", "generations", "length", "world", "ranks"}  # fmt: skip
 NO_SIZES = {"eval", "val", "validation", "test", "save", "log", "logging"}
+IDLE = {"debug", "recover", "saver", "evaluator", "cluster", "stats_logger", "launcher", "scheduler"}
+PLACES = {"dir", "path", "folder", "name", "output", "log", "logging", "save", "steps", "epochs"}
 CLOCKS = ("_timestamp", "timestamp", "time", "wall_time")
 CONTINUED = re.compile(r"^continuing at step (\d+) from ", re.MULTILINE)
 SHOWN = {"unobserved": "not known"}
@@ -255,6 +257,17 @@ def is_inside(before: Segment, after: Segment) -> bool:
         for side in (before, after)
     ]
     return len(logged[0]) > 2 and logged[0] == logged[1]
+
+
+def options_changed(before: Segment, after: Segment) -> list[str]:
+    """Return the options that differ, without those of places, names, lengths and recording."""
+    return [
+        f"{name} {value} -> {after.config[name]}"
+        for name, value in before.config.items()
+        if after.config.get(name, value) != value
+        and name.partition(".")[0] not in IDLE
+        and not PLACES & set(words_of(name))
+    ]
 
 
 def usual_move(*sides: Floats) -> float:
@@ -577,6 +590,7 @@ def document_of(found: Seam) -> dict[str, Any]:
         "before": {"path": str(found.before.path), "last_step": found.before.steps[-1]},
         "after": {"path": str(found.after.path), "first_step": found.after.steps[0]},
         "states": [state(one) for verdict in LEVELS for one in found.having(verdict)],
+        "options": options_changed(found.before, found.after),
     }
 
 
@@ -602,6 +616,8 @@ def report_of(found: Seam) -> Report:
     observed = f"{count(len(found.states) - len(unseen), 'state')} that could be checked"
     titles = ", ".join(texts()[one.id]["title"] for one in changed)
     word, level = VERDICTS[found.verdict]
+    options = options_changed(found.before, found.after)
+    also = f", but options differ: {len(options)}" if options else ""
     cells = [
         (
             texts()[one.id]["title"],
@@ -612,13 +628,14 @@ def report_of(found: Seam) -> Report:
         for one in found.states
     ]
     rows = rows_of("changed", [f"{one.what}; {texts()[one.id]['fix']}" for one in changed], "bad")
+    rows += rows_of("options", options, "unsure")
     rows += rows_of("to show it", [f"{texts()[one.id]['title']}: {one.what}" for one in unseen], "dim")
     rows.append(
         Row("refuted if", "an unbroken run of the same options shows the same jump at this step", "dim")
     )
     return Report(
         word,
-        f"{titles}, {seam}" if changed else f"nothing changed in the {observed} {seam}",
+        f"{titles}, {seam}" if changed else f"nothing changed in the {observed} {seam}{also}",
         level,
         [Table(("state", "verdict", "before", "after"), cells), Facts(rows)],
         [f"{len(unseen)} of {len(found.states)} states could not be checked"] if unseen else [],

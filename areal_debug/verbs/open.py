@@ -121,7 +121,7 @@ def command(
     if (path is None) != sample:
         raise click.UsageError("Give a RECORD, the folder of a RUN, or --sample.")
     path = path or unpacked()
-    if output is not None and output.suffix == ".html" and not is_record(path):
+    if output is not None and output.suffix == ".html" and path.is_dir() and not is_record(path):
         path = only_record(path, output)
     wanted = Asked(**asked)  # type: ignore[arg-type]
     lists = as_json and output is None and not save and not serve

@@ -31,6 +31,7 @@ from replayer.crosscheck.twin import (
 from replayer.errors import WrongModel
 
 SMALLEST = 2.0**-126
+NO_GRADIENT = 1e-7  # norm of a gradient that is 0 but for the rounding of recorded log-probs
 OURS = "ppo_actor/"
 # Statistics of the rewards of all rows, by trainer: ours, TRL's, slime's, NeMo-RL's, verl's.
 REWARD_STATISTICS = {
@@ -564,7 +565,8 @@ def loss_misfit(update: Update, found: Loss) -> float:
 
 def norm_misfit(update: Update, norm: float, noise: float) -> float:
     assert update.grad_norm is not None
-    misfit = abs(update.grad_norm - norm) / (noise + SMALLEST)
+    # where all terms cancel, the rounding of the recorded log-probs is left
+    misfit = abs(update.grad_norm - norm) / (noise + SMALLEST + NO_GRADIENT)
     return inf if isnan(misfit) else misfit
 
 

@@ -217,3 +217,15 @@ def test_a_run_says_in_one_line_what_its_own_resume_changed(tmp_path):
         recorder.step(STEPS, rows)
     both = f"areal-debug record seam {tmp_path / 'record'} {tmp_path / 'after'} "
     assert both in line_of(tmp_path / "after", STEPS)
+
+
+def test_an_option_that_differs_is_listed_beside_the_states(tmp_path):
+    for name, steps in (("a", range(6)), ("b", range(6, 12))):
+        config = {"gconfig": {"temperature": 1.0 if name == "a" else 0.6}, "output_dir": name}
+        with Recorder(tmp_path / name, trainer="slime", config=config) as recorder:
+            for step in steps:
+                recorder.step(step, rows_of(step, step, step, 0.01, 0.01, range(5 * step, 5 * step + 5)))
+    done = CliRunner().invoke(main, ["record", "seam", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert "between step 5 and step 6, but options differ: 1" in done.output
+    assert "gconfig.temperature 1.0 -> 0.6" in done.output
+    assert "output_dir" not in done.output

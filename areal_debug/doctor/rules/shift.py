@@ -77,7 +77,8 @@ def shifts(series: Series) -> Floats:
 def jumps_of(series: Series, least: float) -> dict[int, tuple[float, float]]:
     """Return the steps in which the level changes, with the levels before and after.
 
-    A change happens in one step, is large beside the noise and the level, and reaches `least`.
+    More than half of a change happens in one step; it is large beside the noise and the level, and
+    reaches `least`.
     """
     if len(series.values) < 4 * BESIDE:
         return {}
@@ -85,6 +86,7 @@ def jumps_of(series: Series, least: float) -> dict[int, tuple[float, float]]:
     before, after = medians[:-BESIDE], medians[BESIDE:]
     jump = np.diff(series.values)[BESIDE - 1 :][: len(change)]
     is_jump = (np.abs(jump) > JUMPED * max(series.noise, 1e-12)) & (np.sign(jump) == np.sign(change))
+    is_jump &= np.abs(jump) > np.abs(after - before) / 2
     is_jump &= (np.abs(after - before) > np.maximum(LEAST_SHIFT * np.abs(before), least)) & (
         np.abs(change) > SHIFTED
     )
