@@ -30,6 +30,7 @@ ALIASES = {
     "preflight": ("check", "run"),
     "view": ("open", "--save"),
 }
+READS = {"hang": "diagnose", "record": "show"}  # the command of a verb that reads a path
 GONE = {
     "chaos": "it tested the rollout client of this package, and is the test tests/rollout/chaos now",
     "rollout-sim": "it measured the rollout client of this package: docs/recovery.md has its numbers",
@@ -188,6 +189,8 @@ class VerbGroup(click.Group):
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
             close = difflib.get_close_matches(name, known, n=2)
             hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(known)}"
+            if (reads := READS.get(ctx.info_name or "")) and Path(name).exists():
+                hint = f"to read that path, areal-debug {ctx.info_name} {reads} {name}"
             ctx.fail(f"there is no command {name!r}: {hint}")
         return super().resolve_command(ctx, args)
 

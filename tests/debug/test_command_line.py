@@ -56,6 +56,12 @@ def test_options_of_a_job_or_a_server_are_passed_on(tmp_path):
     assert (code, "did you mean" in err) == (2, False)
 
 
+def test_a_path_in_place_of_a_command_is_told_the_command_that_reads_it(record):
+    for verb, reads in (("hang", "diagnose"), ("record", "show")):
+        code, _, err = run(verb, record)
+        assert (code, f"to read that path, areal-debug {verb} {reads} {record}" in err) == (2, True)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_options_of_every_example_exist(name):
     for line in run(*name.split(), "-h")[1].partition("\nExample:\n")[2].splitlines():
