@@ -146,11 +146,12 @@ def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
         rows = placed(groups)
         batch = len(groups) // len({group.step for group in groups})
         apart, alike = np.median(np.abs(np.diff(rows))), np.median([len(group.places) for group in groups])
-        if alike > MOST_ALIKE or apart > min(DISORDER * batch, max(1, len(data) * IN_ORDER)):
+        is_shuffled = apart > min(DISORDER * batch, max(1, len(data) * IN_ORDER))
+        if not is_shuffled:
+            lost, twice, findings = judge(groups, rows, len(data), DISORDER * batch)
+        if is_shuffled or (findings and alike > MOST_ALIKE):
             lost, twice, findings, unknown = judge_shuffled(groups, len(data), batch)
             notes += unknown
-        else:
-            lost, twice, findings = judge(groups, rows, len(data), DISORDER * batch)
     is_unknown = bool(notes)
     if lost:
         size = [len(question_of(row, None).prompt) for row in data]

@@ -56,6 +56,8 @@ def test_data_that_is_read_again_before_its_end_is_named(tmp_path):
     assert (code, len(found["twice"])) == (1, 50)
     assert "read again from row 0 on after step 9, before its end" in found["findings"][0]
     assert coverage(tmp_path, [*range(NUM_ROWS), *range(40)])[0] == 0  # a second pass
+    mixed = random.Random(3).sample(range(NUM_ROWS), NUM_ROWS)
+    assert coverage(tmp_path, mixed, period=2)[1]["twice"] == []  # equal rows have no order
 
 
 def test_a_filter_or_a_shuffled_order_is_inconclusive(tmp_path):
