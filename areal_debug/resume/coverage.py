@@ -223,21 +223,16 @@ def judge_shuffled(
 
     In any order a pass over the data has each row once, but for a last batch that is not whole.
     """
-    passes, most = (
-        (len(groups) - PATIENCE * batch) // num_rows,
-        -(-len(groups) // max(1, num_rows - batch + 1)),
-    )
+    passes = (len(groups) - PATIENCE * batch) // num_rows
+    most = -(-len(groups) // max(1, num_rows - batch + 1))
     if passes < 1:
-        return (
-            [],
-            [],
-            [],
-            ["the data is read in another order, or many rows are equal: a whole pass shows what is lost"],
-        )
+        why = "the data is read in another order, or many rows are equal: a whole pass shows what is lost"
+        return [], [], [], [why]
     times = Counter(group.places for group in groups)
     seldom = [places for places, number in times.items() if number < passes * len(places)]
     often = [places for places, number in times.items() if number > most * len(places)]
-    lost, twice = sorted({*range(num_rows)}.difference(*times).union(*seldom)), sorted(set().union(*often))
+    lost = sorted({*range(num_rows)}.difference(*times).union(*seldom))
+    twice = sorted(set().union(*often))
     limit = max(FEWEST, LEAST_SHARE * num_rows)
     if min(len(lost), len(twice)) >= limit:
         return [], [], [], ["rows are trained on as chance draws them, not once in a pass over the data"]

@@ -83,11 +83,6 @@ class Disk:
             if here is not None:
                 return here, replace(self, data={**self.data, here: b""})
             return inode, replace(self.named((path, inode)), data={**self.data, inode: b""})
-        if kind == "link":
-            source, here = here, self.names.get(op[2])
-            if source is None or here is not None:
-                return ("error", errno.ENOENT if source is None else errno.EEXIST), self
-            return None, self.named((op[2], source))
         if here is None:
             return ("error", errno.ENOENT), self
         below = [name for name in self.names if os.path.dirname(name) == path]
@@ -197,7 +192,7 @@ class Machine:
         """Perform an operation of the running process."""
         if op[0] == "stat":
             self.last_path = op[1]
-        if self.direct is not None and op[0] in ("mark", "alive", "await"):
+        if self.direct is not None and op[0] in ("mark", "await"):
             return None
         if self.direct is not None:
             result, self.direct = self.direct.apply(op, ("setup", next(self.inodes)))
@@ -245,7 +240,7 @@ class Machine:
             self.call("rmdir", os.fspath(path))
 
         return [
-            *((os, name, simple(name)) for name in ("unlink", "rmdir", "rename", "link")),
+            *((os, name, simple(name)) for name in ("unlink", "rmdir", "rename")),
             (os, "mkdir", lambda path, *mode: self.call("mkdir", os.fspath(path))),
             (os, "listdir", lambda path: [name for name, _ in self.call("scan", os.fspath(path))]),
             (os, "stat", status),

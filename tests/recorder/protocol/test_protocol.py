@@ -99,7 +99,7 @@ def explore_ranks(num_ranks, num_steps, keep_last, max_kills=0, with_reader=Fals
         return explorer.run(disk)
 
 
-CHANGES = frozenset({"mkdir", "create", "link", "rename", "unlink", "rmdir"})
+CHANGES = frozenset({"mkdir", "create", "rename", "unlink", "rmdir"})
 
 
 def explore_runs(disk_of, bodies_of, max_kills, silent=""):
