@@ -132,7 +132,7 @@ def request_of(spec: Spec, record: Record) -> Request:
     steps = (spec.steps, spec.steps) if isinstance(spec.steps, int) else spec.steps or (None, None)
     first, last = step_range(record, *steps)
     model = None if spec.model is None else str(spec.model)
-    check_model(record, model or record.header.config["actor"]["path"], first)
+    check_model(record, model, first)
     return Request(str(spec.path), first, last, model)
 
 

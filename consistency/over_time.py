@@ -7,6 +7,7 @@ age of a token; deltas drift until the next full update; a partial load is one j
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,18 +74,16 @@ def gap_of(step: RecordedStep) -> StepGap | None:
         arrays = step.batch(rank, ["logprobs", "loss_mask", "versions"])
         at = np.flatnonzero(arrays["loss_mask"])
         at = at[at > 0]
-        found = {}
-        for name in ("prox_logp", "ref_logp"):
-            try:
-                found[name] = step.learning(rank, [name])[name].astype(np.float64)[at - 1]
-            except (StepNotRecorded, KeyError):
-                found[name] = np.full(len(at), np.nan)
+        values = {"trainer": step.trainer_logprobs(rank), "reference": None}
+        with suppress(StepNotRecorded):
+            values["reference"] = step.learning(rank, ["ref_logp"])["ref_logp"]
         known = step.known(rank, "logprobs").all(), step.known(rank, "versions").all()
         own["engine"].append(
             arrays["logprobs"].astype(np.float64)[at] if known[0] else np.full(len(at), np.nan)
         )
-        own["trainer"].append(found["prox_logp"])
-        own["reference"].append(found["ref_logp"])
+        for name, found in values.items():
+            missing = np.full(len(at), np.nan)
+            own[name].append(missing if found is None else found.astype(np.float64)[at - 1])
         versions = arrays["versions"].astype(np.float64)[at]
         own["age"].append(step.manifest.version - 1 - versions if known[1] else np.full(len(at), np.nan))
     column = {name: np.concatenate(values) for name, values in own.items()}
@@ -133,9 +132,11 @@ def examine(record: Record, steps: Sequence[int] | None = None) -> OverTime:
     found = [gap_of(record.step(number)) for number in steps or record.steps]
     measured = tuple(one for one in found if one is not None)
     if len(measured) < FEWEST_STEPS:
+        ours = "debug.dump_scope=full and actor.recompute_logprob=true"
+        needed = ours if record.header.trainer is None else "logprobs and old_logprobs that are not a copy"
         raise NothingToCompare(
-            f"{record.path}: {len(measured)} steps have log-probs of engine and trainer, {FEWEST_STEPS} are needed: "
-            "record logprobs and old_logprobs"
+            f"{record.path}: {len(measured)} steps have log-probs of the engine and the trainer's own, "
+            f"{FEWEST_STEPS} are needed: record with {needed}"
         )
     gap = np.array([one.gap for one in measured])
     of_trainer = np.array([one.trainer for one in measured])

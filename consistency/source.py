@@ -16,7 +16,6 @@ from consistency.errors import NothingToCompare
 from consistency.measure import NOISE, Noise
 from consistency.tokens import Floats, Images, Sequences
 from recorder import Record, RecordedStep
-from recorder.errors import StepNotRecorded
 
 COMPARED = ("input_ids", "loss_mask", "logprobs")  # a row without one of them is left out
 COLUMNS = ("cu_seqlens", "input_ids", "loss_mask", "logprobs", "versions", "prompt_id")
@@ -56,13 +55,16 @@ class Sampled:
     image_processor: dict[str, Any] | None = None
 
 
-def read_record(record: Record, steps: Sequence[int], assumed: Sampling | None = None) -> Sampled:
+def read_record(
+    record: Record, steps: Sequence[int], assumed: Sampling | None = None, version: int | None = None
+) -> Sampled:
     """Read some steps of a record.
 
     Args:
         record: of a run that sampled.
         steps: their numbers.
         assumed: sampling options of a record of another trainer; by default those of its config.
+        version: of the model's weights, if known; by default what the step starts from is assumed.
 
     Raises:
         RecordError: a step cannot be read.
@@ -76,8 +78,9 @@ def read_record(record: Record, steps: Sequence[int], assumed: Sampling | None =
     if notes and not any(chunk.sampled.any() for chunk in chunks.values()):
         raise NothingToCompare(f"{record.path}: {notes[0]}, so there is nothing to compare with the model")
     has_plans = record.header.recording.has_plans
-    versions = {record.step(number).plan(0).version for number in steps} if has_plans else set()
-    version = versions.pop() if len(versions) == 1 else None
+    starts = {record.step(number).plan(0).version for number in steps} if has_plans else set()
+    if version is None and len(starts) == 1:
+        [version] = starts
     trainer = read_trainer(record, steps, foreign)
     identity = record.header.environment.get("image_processor")
     return Sampled(chunks, sampling, version, trainer=trainer, notes=tuple(notes), image_processor=identity)
@@ -92,19 +95,15 @@ def left_out(step: RecordedStep) -> str | None:
 
 
 def read_trainer(record: Record, steps: Sequence[int], foreign: bool) -> Floats | None:
-    """Return the trainer's recorded proximal logprobs of the scored tokens, float64 [scored].
-
-    None unless the recording scope is "full".
-    """
+    """Return the trainer's own recorded logprobs of the scored tokens, float64 [scored], or None."""
     columns = []
     for number in steps:
         step = record.step(number)
         for rank in range(step.manifest.num_ranks):
-            try:
-                aligned = step.learning(rank, ("prox_logp",))["prox_logp"].astype(np.float64)
-            except StepNotRecorded:
+            aligned = step.trainer_logprobs(rank)
+            if aligned is None:
                 return None
-            columns.append(aligned[read_rank(step, rank, foreign).scored - 1])
+            columns.append(aligned.astype(np.float64)[read_rank(step, rank, foreign).scored - 1])
     return np.concatenate(columns)
 
 

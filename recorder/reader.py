@@ -104,6 +104,22 @@ class RecordedStep:
             raise not_in_scope(self.name_of(name), "full")
         return self.tensors(name, self.manifest.batches[name], keys)
 
+    def trainer_logprobs(self, rank: int) -> np.ndarray | None:
+        """Read the trainer's own log-probs before the update, [tokens], next-token aligned.
+
+        None if there are none. A trainer that computes none gives its loss those of the engine.
+        """
+        learning = self.manifest.batches.get(self.rank_name("learning", rank, "safetensors"))
+        if learning is None or "prox_logp" not in learning.tensors:
+            return None
+        found, batch = (
+            self.learning(rank, ["prox_logp"])["prox_logp"],
+            self.batch(rank, ["logprobs", "loss_mask"]),
+        )
+        at = np.flatnonzero(batch["loss_mask"][1:])
+        is_copy = np.array_equal(found[at], batch["logprobs"][at + 1], equal_nan=True)
+        return None if is_copy and len(at) and "entropy" not in learning.tensors else found
+
     def tensors(
         self, name: str, entry: BatchEntry, keys: Iterable[str] | None = None
     ) -> dict[str, np.ndarray]:

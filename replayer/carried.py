@@ -94,6 +94,14 @@ def use_carried_models(config: PPOConfig, record: Record) -> None:
         config.tokenizer_path = str(below(place, config.tokenizer_path))
 
 
+def model_folder(record: Record, given: str | None) -> str:
+    """Return the folder that was given, or that of the run's first model: in a cut, its own."""
+    path: str = given or record.header.config["actor"]["path"]
+    if not is_carried(path) or (manifest := cut_manifest(record)) is None:
+        return path
+    return str(below(record.anchor(manifest.step), path))
+
+
 def is_carried(path: str) -> bool:
     return path.startswith(f"{MODELS}/")
 

@@ -17,6 +17,7 @@ from recorder import Problem, Record, RecordedStep, verify
 from recorder.environment import folder_identity
 from recorder.header import check_folder
 from replayer.anchors import CHECKPOINT
+from replayer.carried import model_folder
 from replayer.errors import CannotReplay, ReplayError, WrongEdit, WrongModel
 from replayer.expression import ROW_NAMES, parse_expression
 from replayer.own_code import check_own_code
@@ -124,13 +125,13 @@ def check_anchor(record: Record, step: int) -> None:
         read_checkpoint(record.anchor(anchor) / CHECKPOINT)
 
 
-def check_model(record: Record, path: str, first_step: int = 0) -> None:
-    """Raise WrongModel unless the folder at `path` has the files of the run's first model.
+def check_model(record: Record, model: str | None, first_step: int = 0) -> None:
+    """Raise WrongModel unless a folder, by default the recorded one, has the run's first model.
 
     With an anchor at `first_step` or before, the weights come from there, and only the model's
     config must be the same.
     """
-    recorded = record.header.model["files"]
+    path, recorded = model_folder(record, model), record.header.model["files"]
     if any(step <= first_step for step in record.anchors()):
         recorded = {name: identity for name, identity in recorded.items() if name == "config.json"}
     if not Path(path).is_dir():

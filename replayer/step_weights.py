@@ -43,37 +43,58 @@ def read_folder(path: str) -> Folder:
     return Folder(path, folder_identity(path)["files"], tensors)
 
 
-def are_shown(record: Record, steps: Sequence[int], folder: Folder) -> bool:
-    """Return whether the record shows that a folder has the weights of steps.
+def shown_version(record: Record, step: int, needed: set[int], folder: Folder, use: str) -> int | None:
+    """Return the weight version that the record shows a folder to have; None where nothing shows it.
 
-    Raises RecordError if it shows that they are others.
+    Args:
+        needed: the versions that may be it, of which the record need not show any.
+        use: what the newest of them is for the step, for the error: "it was sampled with".
+
+    Raises RecordError if the folder has the weights of another version.
     """
-    needed = {version for step in steps for version in needed_versions(record, step)}
     compared = list(versions_of(record, folder, 0 in needed)) if needed else []
     has = {version: name for version, name, is_same in compared if is_same}
     refuted = {version for version, _, is_same in compared if is_same is False}
     if needed & has.keys() or not (has or (needed and needed <= refuted)):
-        return bool(has)
-    right = (
-        f"write it with `areal-debug goto {record.path} --step {steps[0]} -o FOLDER`, and give --model FOLDER"
-    )
-    if 0 in needed:
-        right = f"leave out --model, or give {record.header.model['path']}"
+        return max(needed & has.keys(), default=None)
+    newest = max(needed)
+    right = f"leave out --model, or give {record.header.model['path']}"
+    if newest > 0:
+        before = step_of_version(record, newest)
+        right = f"write it with `areal-debug goto {record.path} --step {before} -o FOLDER`, and give --model FOLDER"
     which = "are those of no recorded step"
     if has:
         version, name = next(iter(has.items()))
-        which = f"are of version {version}, {name}, and it was sampled with version {max(needed)}"
-    raise RecordError(f"{folder.path} is not the model of step {steps[0]}: its weights {which}; {right}")
+        which = f"are of version {version}, {name}, and {use} version {newest}"
+    raise RecordError(f"{folder.path} is not the model of step {step}: its weights {which}; {right}")
 
 
-def needed_versions(record: Record, step: int) -> set[int]:
-    """Return the newest version that sampled a step, and the one that it starts from, if known."""
-    found = record.step(step)
-    ranks = range(found.manifest.num_ranks)
-    if not all(found.known(rank, "versions").all() for rank in ranks):
-        return {0} if found.manifest.version == 1 and "imported" not in record.header.environment else set()
-    sampled = max(int(found.batch(rank, ("versions",))["versions"].max(initial=-1)) for rank in ranks)
-    return {found.manifest.version - 1, sampled} - {-1}
+def step_of_version(record: Record, version: int) -> int:
+    """Return the step that starts from a weight version. Raises RecordError if it is not recorded."""
+    for step in reversed(record.steps):
+        if record.step(step).manifest.version - 1 == version:
+            return step
+    raise RecordError(
+        f"{record.path} has no step that starts from version {version}, whose weights sampled: give the "
+        "checkpoint of that version with --model"
+    )
+
+
+def start_version(record: Record, step: int) -> set[int]:
+    """Return the version that a step starts from; empty where the trainer gave no versions."""
+    return {record.step(step).manifest.version - 1} if sampled_versions(record, [step]) else set()
+
+
+def sampled_versions(record: Record, steps: Sequence[int]) -> set[int]:
+    """Return the versions that sampled the tokens of steps; empty where some are not known."""
+    sampled: set[int] = set()
+    for found in map(record.step, steps):
+        for rank in range(found.manifest.num_ranks):
+            if not found.known(rank, "versions").all():
+                is_first = found.manifest.version == 1 and "imported" not in record.header.environment
+                return {0} if is_first else set()
+            sampled |= set(np.unique(found.batch(rank, ("versions",))["versions"]).tolist())
+    return sampled - {-1}
 
 
 def versions_of(record: Record, folder: Folder, reads_first: bool) -> Iterator[tuple[int, str, bool | None]]:

@@ -27,6 +27,7 @@ def ask_with_recorded_weights(
     """
     from areal_debug.consistency.replayed import replayed_weights
     from consistency.entry.which_engine import ask_engine
+    from replayer.carried import model_folder
     from replayer.preconditions import check_recorded_results
 
     record = max(left, right, key=lambda side: max([0, *(a for a in side.anchors() if a <= step)]))
@@ -34,7 +35,7 @@ def ask_with_recorded_weights(
     steps = [number for number in record.steps if first_step(left, right, step) <= number <= step]
     with replayed_weights(record, steps, model) as models:
         if record.header.config["actor"]["use_lora"]:
-            models["base"] = Path(model or record.header.config["actor"]["path"])
+            models["base"] = Path(model_folder(record, model))
         return ask_engine(left, right, step, models)
 
 

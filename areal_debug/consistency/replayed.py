@@ -25,10 +25,9 @@ def replayed_weights(
     from areal_debug.replay.ranks import replay_ranks, report_of_ranks, task
     from replayer.preconditions import check_anchor, check_model, check_steps_present
 
-    path = model or record.header.config["actor"]["path"]
     check_steps_present(record, steps[0], steps[-1])
     check_anchor(record, steps[0])
-    check_model(record, path, steps[0])
+    check_model(record, model, steps[0])
     with tempfile.TemporaryDirectory() as folder:
         asked = task("weights", record=record.path, steps=list(steps), folder=folder, model=model)
         with replay_ranks() as ranks:

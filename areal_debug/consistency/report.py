@@ -92,7 +92,8 @@ def steps_left(source: dict[str, Any]) -> str:
     if record is None or len(steps) == len(record.steps):
         return ""
     how = "--replay-weights" if record.header.config_is_ours else "--model CHECKPOINT"
-    compared = f"only step {', '.join(map(str, steps))} of {len(record.steps)} steps was compared"
+    some = f"step {steps[0]} of" if len(steps) == 1 else f"steps {', '.join(map(str, steps))} of"
+    compared = f"only {some} {len(record.steps)} steps {'was' if len(steps) == 1 else 'were'} compared"
     return (
         f"{compared}: an engine that missed a later update is not seen; --step N {how} compares another step"
     )

@@ -121,11 +121,10 @@ def recomputed(step: RecordedStep, rank: int) -> np.ndarray | None:
 
     None if they were not recorded.
     """
-    try:
-        values = step.learning(rank, ["prox_logp"])["prox_logp"]
-    except StepNotRecorded:
-        return None
-    return np.concatenate([[np.nan], values[:-1]]).astype(np.float64)[: len(values)]
+    values = step.trainer_logprobs(rank)
+    return (
+        None if values is None else np.concatenate([[np.nan], values[:-1]]).astype(np.float64)[: len(values)]
+    )
 
 
 def worst_place(step: RecordedStep, metric: str) -> tuple[int | None, int | None, int | None]:

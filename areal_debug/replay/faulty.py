@@ -16,7 +16,6 @@ from replayer.preconditions import (
     check_steps_present,
     exact_summation,
 )
-from replayer.request import replay_config
 
 
 def find(record: Record, first: int, last: int, model: str | None, num_ranks: int, as_json: bool) -> NoReturn:
@@ -27,7 +26,7 @@ def find(record: Record, first: int, last: int, model: str | None, num_ranks: in
     check_recorded_results(record, "replay --find-faulty")
     exact_summation(record, num_ranks, "--find-faulty")
     check_steps_present(record, first, last)
-    check_model(record, replay_config(record, model).actor.path, first)
+    check_model(record, model, first)
     refuse_damage(record.path, len(record.steps))
     steps = [step for step in record.steps if first <= step <= last]
     with runner(model) as run:

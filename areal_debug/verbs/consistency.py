@@ -276,25 +276,27 @@ def check_recorded(
         fail(f"{path} holds no committed step: nothing to check")
     steps = steps or record.steps[:1]
     source: dict[str, Any] = {"record": str(path), "steps": steps}
-    from replayer.step_weights import are_shown, needed_versions, read_folder
+    from replayer.step_weights import read_folder, sampled_versions, shown_version, step_of_version
 
-    first = record.header.model["path"]
-    is_later = any(max(needed_versions(record, step), default=0) > 0 for step in steps)
-    if model is None and options["replay_weights"] and is_later:
-        folder = click.get_current_context().with_resource(replayed_model(record, steps))
-        model, source["model"] = folder, f"replayed to step {max(steps)}"
+    first, needed = record.header.model["path"], sampled_versions(record, steps)
+    version: int | None = None
+    if model is None and options["replay_weights"] and needed - {0}:
+        before = step_of_version(record, version := max(needed))
+        folder = click.get_current_context().with_resource(replayed_model(record, before))
+        model, source["model"] = folder, f"replayed to step {before}"
     elif not (model := model or first):
         fail(f"{record.path} does not name the model that sampled it: give --model PATH")
-    is_shown = "model" in source or are_shown(record, steps, read_folder(model))
+    else:
+        version = shown_version(record, steps[0], needed, read_folder(model), "it was sampled with")
     announce(f"scoring {count(len(steps), 'step')} of {path} with {model}")
     from consistency.check import check  # imports torch
     from consistency.source import read_record
 
     if options["base"] is None and first and os.path.isdir(first) and not os.path.samefile(first, model):
         options["base"] = first  # an engine that an update did not reach still has these
-    request = replace(request_of(model, options), is_shown=is_shown)
+    request = replace(request_of(model, options), is_shown=version is not None)
     sampling, notes = (None, ()) if record.header.config_is_ours else given_sampling(record, model, options)
-    sampled = read_record(record, steps, sampling)
+    sampled = read_record(record, steps, sampling, version)
     sampled = replace(sampled, notes=(*notes, *sampled.notes))
     total = sum(len(chunk.input_ids) for chunk in sampled.chunks.values())
     with doing("scoring, in tokens", total):
@@ -302,11 +304,11 @@ def check_recorded(
 
 
 @contextmanager
-def replayed_model(record: "Record", steps: tuple[int, ...]) -> Iterator[str]:
+def replayed_model(record: "Record", step: int) -> Iterator[str]:
     from areal_debug.consistency.replayed import replayed_weights
 
-    announce(f"replaying {record.path} up to step {max(steps)} for its weights")
-    with replayed_weights(record, [max(steps)]) as folders:
+    announce(f"replaying {record.path} up to step {step} for its weights")
+    with replayed_weights(record, [step]) as folders:
         [folder] = folders.values()
         yield str(folder)
 

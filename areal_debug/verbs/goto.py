@@ -96,7 +96,7 @@ def command(
     step = step_range(opened, step, step)[1]
     check_steps_present(opened, step, step)
     check_anchor(opened, step)
-    check_model(opened, model or opened.header.config["actor"]["path"], step)
+    check_model(opened, model, step)
     save = None if output is None else str(output)
     options = GotoOptions(
         stage, do, rank, model, save, keep_going, as_json or (is_quiet() and not do), virtual

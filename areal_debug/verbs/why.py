@@ -254,7 +254,7 @@ def search(
     if to_step is None:
         last = min(last, first + DEFAULT_STEPS - 1)
     check_steps_present(opened, first, last)
-    check_model(opened, model or opened.header.config["actor"]["path"], first)
+    check_model(opened, model, first)
     announce(f"searching {good}..{bad} for the commit that changed the numbers of {record}")
     refuse_damage(record, len(opened.steps))
     request = Request(record, first, last, model)

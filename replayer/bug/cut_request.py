@@ -16,7 +16,6 @@ from replayer.preconditions import (
     step_range,
     their_replay,
 )
-from replayer.request import replay_config
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def check_cut(record: Record, request: CutRequest) -> None:
     check_is_policy(record, "a cut with its model")
     check_steps_present(record, step, step)
     check_anchor(record, step)
-    check_model(record, replay_config(record, request.model).actor.path, step)
+    check_model(record, request.model, step)
     if request.symptom is not None:
         parse_symptom(request.symptom)
     if (cut := read_cut(record)) is not None and cut.error is not None and request.symptom is None:

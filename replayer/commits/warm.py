@@ -24,6 +24,7 @@ from areal_core.safety.interpreter import python_command
 from areal_core.safety.private import make_private
 from areal_core.safety.scratch import FolderInUse, locked_folder
 from recorder import Record, open_record
+from replayer.carried import model_folder
 from replayer.commits.acting import changed_definitions, first_changed_line, sources
 from replayer.commits.bisect import BisectReport, Numbers, find_commit, git, has_commit, parse_numbers
 from replayer.commits.layers import Call, LayersReport, compare_calls
@@ -208,7 +209,7 @@ def absolute(request: Request) -> Request:
     relative to this one is given absolutely.
     """
     record = request.record if "://" in request.record else os.path.abspath(request.record)
-    model = request.model or open_record(record).header.config["actor"]["path"]
+    model = model_folder(open_record(record), request.model)
     return replace(
         request, record=record, model=os.path.abspath(model) if os.path.isdir(model) else request.model
     )
@@ -245,7 +246,7 @@ def layers_with_own_code(
     for record in records:
         step_range(record, step, step)
         check_recorded_results(record, "--layers")
-        check_model(record, model or record.header.config["actor"]["path"], step)
+        check_model(record, model, step)
     commits = [code_of(record.header).get("commit") for record in records]
     known = [commit if commit and has_commit(repository, commit) else None for commit in commits]
     with open_commits(repository) as ready:

@@ -671,11 +671,10 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
     if not path or not os.path.isdir(path):
         if given:
             raise WrongModel(f"{given} is not a folder on this machine: give one with a model to --model")
-        return None, (
-            "the weights that the step starts from are not at hand: give a folder with them with "
-            "--model, or record the current log-probs"
-        )
-    if not origin.is_shown and not rows.tensors.keys() & {"prox_logp", "current_logp"}:
+        goto = f"`areal-debug goto {origin.path} --step {rows.step} -o FOLDER` writes them"
+        other = "or record the current log-probs" if configured.trainer else goto
+        return None, f"the weights that the step starts from are not at hand: give --model FOLDER; {other}"
+    if not (origin.is_shown or origin.has_own_logprobs or "current_logp" in rows.tensors):
         return None, f"nothing in the record shows that {given} has the weights that the step starts from"
     if origin.starts_from_model:
         files = folder_identity(path)["files"]

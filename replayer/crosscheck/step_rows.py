@@ -17,7 +17,7 @@ from areal_core.data.routed_experts import ROUTED_EXPERTS
 from recorder import Record, RecordedStep, StepNotRecorded, open_record
 from recorder.confine import in_child
 from replayer.own_code import by_name
-from replayer.step_weights import Folder, are_shown, read_folder
+from replayer.step_weights import Folder, read_folder, shown_version, start_version
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -54,6 +54,7 @@ class Origin:
 
     `starts_from_model`: the step starts from the weights at `model_path`, whose files were
     `model_files`. `is_shown`: the record shows that the folder given has them.
+    `has_own_logprobs`: `prox_logp` is of the trainer, not the engine's.
     """
 
     path: str
@@ -63,6 +64,7 @@ class Origin:
     model_files: dict[str, Any]
     starts_from_model: bool
     is_shown: bool = True
+    has_own_logprobs: bool = True
 
 
 @dataclass(frozen=True)
@@ -166,10 +168,15 @@ def read_rows(record: Record, step: int | None, given: Folder | None = None) -> 
 
 def origin_of(record: Record, step: int, given: Folder | None) -> Origin:
     header, model = record.header, record.header.model
-    starts = record.step(step).manifest.version == 1 and step == record.steps[0] and not record.anchors()
-    is_shown = starts or given is None or are_shown(record, [step], given)
+    starts = record.step(step).manifest.version == 1 and step == record.steps[0]
+    is_shown = starts or given is None
+    if given is not None and not starts:
+        needed = start_version(record, step)
+        is_shown = shown_version(record, step, needed, given, "the step starts from") is not None
+    ranks = range(record.step(step).manifest.num_ranks)
+    has_own = all(record.step(step).trainer_logprobs(rank) is not None for rank in ranks)
     return Origin(
-        record.path, by_name(header), header.trainer, model["path"], model["files"], starts, is_shown
+        record.path, by_name(header), header.trainer, model["path"], model["files"], starts, is_shown, has_own
     )
 
 

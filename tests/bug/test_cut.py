@@ -11,6 +11,7 @@ from recorder.archive.extract import extract_record
 from replayer.bug.cut_request import CutRequest, check_cut
 from replayer.carried import read_cut
 from replayer.errors import ReplayError, WrongModel
+from replayer.preconditions import check_model
 from replayer.request import Request
 from replayer.run import replay_and_compare
 from tests.replayer.conftest import train_and_record
@@ -66,6 +67,7 @@ def test_a_cut_is_an_intact_record_without_a_folder_of_this_machine(bad_run, cut
     assert not [str(f) for f in files if any(folder.encode() in f.read_bytes() for folder in folders)]
     config = open_record("bug.zip").header.config
     assert config["actor"]["path"] == "models/actor"
+    check_model(open_record("bug.zip"), None, 1)  # which the record carries
     assert config["cluster"]["fileroot"] == ""
 
 

@@ -1,9 +1,11 @@
 """`areal-debug consistency`: verdict, JSON and exit code, with and without a planted fault."""
 
 import json
+from contextlib import contextmanager
 
 from click.testing import CliRunner
 
+from areal_debug.verbs import consistency
 from areal_debug.verbs.consistency import command
 
 from .records import save_model, write_record
@@ -43,3 +45,21 @@ def test_first_weights_are_not_compared_with_later_steps(model, tmp_path):
     assert (
         "only step 0 of 2 steps was compared: an engine that missed a later update is not seen" in done.output
     )
+
+
+def test_the_weights_that_sampled_a_step_are_replayed_and_not_those_that_it_starts_from(
+    model, tmp_path, monkeypatch
+):
+    def change(batch):
+        batch["versions"][batch["loss_mask"] == 1] = 1
+
+    @contextmanager
+    def replayed(record, step):
+        replayed_to.append(step)
+        yield str(model)
+
+    replayed_to: list[int] = []
+    monkeypatch.setattr(consistency, "replayed_model", replayed)
+    record = write_record(tmp_path / "record", model, num_steps=4, change=change)
+    code, found = facts(record, "--step", 3, "--replay-weights")
+    assert (code, found["model"], replayed_to) == (0, "replayed to step 1", [1])

@@ -46,8 +46,9 @@ def test_weights_of_another_step_are_refused_by_their_checksums(recorded, tmp_pa
     assert call("goto", recorded, "--step", 1, "-o", after).returncode == 0
     for verb in ("consistency", "crosscheck"):
         assert call(verb, recorded, "--step", 1, "--model", after).returncode == 0
+        use = {"consistency": "it was sampled with", "crosscheck": "the step starts from"}[verb]
         for model, which in (
-            (after, "of version 1, those after step 0, and it was sampled with version 2"),
+            (after, f"of version 1, those after step 0, and {use} version 2"),
             (other, "those of no recorded step"),
         ):
             done = call(verb, recorded, "--step", 2, "--model", model)

@@ -64,6 +64,17 @@ def test_values_are_recorded_as_they_are_given(tmp_path, capsys, recwarn):
     assert report.end.finished
 
 
+def test_a_copy_of_the_engines_logprobs_is_not_the_trainers_own(tmp_path):
+    with Recorder(tmp_path / "r") as recorder:
+        recorder.step(0, [FULL | {"old_logprobs": FULL["logprobs"]}])
+        recorder.step(1, [FULL, FULL | {"old_logprobs": FULL["logprobs"]}])
+        recorder.step(2, [BARE])
+    copied, own, without = map(open_record(tmp_path / "r").step, range(3))
+    assert copied.trainer_logprobs(0) is None
+    assert own.trainer_logprobs(0).tolist() == own.learning(0)["prox_logp"].tolist()
+    assert without.trainer_logprobs(0) is None
+
+
 def test_what_is_not_given_is_unknown(tmp_path):
     text_only = {"prompt": "p", "completion": "c"}
     with Recorder(tmp_path / "r") as recorder:
