@@ -132,8 +132,11 @@ def examine(record: Record, steps: Sequence[int] | None = None) -> OverTime:
     found = [gap_of(record.step(number)) for number in steps or record.steps]
     measured = tuple(one for one in found if one is not None)
     if len(measured) < FEWEST_STEPS:
-        ours = "debug.dump_scope=full and actor.recompute_logprob=true"
-        needed = ours if record.header.trainer is None else "logprobs and old_logprobs that are not a copy"
+        needed = "logprobs and old_logprobs that are not a copy"
+        if len(measured) == len(found):
+            needed = "more steps"
+        elif record.header.trainer is None:
+            needed = "debug.dump_scope=full and actor.recompute_logprob=true"
         raise NothingToCompare(
             f"{record.path}: {len(measured)} steps have log-probs of the engine and the trainer's own, "
             f"{FEWEST_STEPS} are needed: record with {needed}"

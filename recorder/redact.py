@@ -20,7 +20,7 @@ from areal_core.safety.scratch import unfinished_folder
 from areal_core.safety.secrets import MASK, masker
 from recorder.documents import json_text, parse_document
 from recorder.errors import RecordError
-from recorder.format import IMAGE_DATA, IMAGE_KEYS, STEPS_FOLDER, BatchEntry, step_name
+from recorder.format import IMAGE_DATA, IMAGE_KEYS, STEPS_FOLDER, UNKNOWN_BITS, BatchEntry, step_name
 from recorder.header import write_gaps, write_header
 from recorder.integrity.chain import write_end
 from recorder.reader import Record, RecordedStep, read_end
@@ -120,7 +120,8 @@ def redact_record(
             num_steps += 1
             ranks = [rank_step(step, rank) for rank in range(step.manifest.num_ranks)]
             kept = [without_secrets(rank, redactor, decode) for rank in ranks]
-            rows = sum(changed_rows(*pair) for pair in zip(ranks, kept, strict=True))
+            pairs = zip(ranks, kept, strict=True)
+            rows = sum(int(changed_rows(a.batch, b.batch.tensors["input_ids"].array).sum()) for a, b in pairs)
             changed += [number] if rows else []
             num_rows += rows
             num_images += sum(len(one.batch.tensors["image_bytes"].array) for one in kept if has_files(one))
@@ -215,14 +216,30 @@ def masked_spans(text: str, masked: str) -> list[tuple[int, int]]:
 
 
 def with_tokens(batch: FlatBatch, ids: np.ndarray) -> FlatBatch:
-    tokens = replace(batch.tensors["input_ids"], array=narrow(ids))
-    return replace(batch, tensors=batch.tensors | {"input_ids": tokens})
+    """Return a batch with other tokens; those of a row that is changed are unknown to its readers."""
+    tensors, num_rows = batch.tensors, batch.num_rows
+    changed = changed_rows(batch, ids)
+    if not changed.any():
+        return batch
+    bounds, trained = tensors["cu_seqlens"].array, tensors["loss_mask"].array.astype(bool)
+    begins = [int(trained[begin:end].argmax()) for begin, end in pairwise([*bounds.tolist()])]
+    unknown = FlatTensor("U8", "row", np.zeros(num_rows, np.uint8))
+    others = {
+        "unknown": unknown,
+        "prompt_length": FlatTensor("I64", "row", np.array(begins, np.int64)),
+    } | tensors
+    bits = others["unknown"].array | np.where(changed, UNKNOWN_BITS["input_ids"], 0).astype(np.uint8)
+    masked = {
+        "input_ids": replace(tensors["input_ids"], array=narrow(ids)),
+        "unknown": replace(unknown, array=bits),
+    }
+    return replace(batch, tensors=others | masked)
 
 
-def changed_rows(before: RankStep, after: RankStep) -> int:
-    one, other = (step.batch.tensors["input_ids"].array for step in (before, after))
-    bounds = before.batch.tensors["cu_seqlens"].array.tolist()
-    return sum(bool((one[begin:end] != other[begin:end]).any()) for begin, end in pairwise(bounds))
+def changed_rows(batch: FlatBatch, ids: np.ndarray) -> np.ndarray:
+    """Return which rows have other tokens, bool [rows]."""
+    row_of_token = np.repeat(np.arange(batch.num_rows), np.diff(batch.tensors["cu_seqlens"].array))
+    return np.bincount(row_of_token, batch.tensors["input_ids"].array != ids, batch.num_rows) > 0
 
 
 def rank_step(step: RecordedStep, rank: int) -> RankStep:

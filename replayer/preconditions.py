@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_core.config import PPOConfig
+from areal_core.config import PPOActorConfig, PPOConfig
 from areal_core.engine.checkpoint.files import read_checkpoint
 from recorder import Problem, Record, RecordedStep, verify
 from recorder.environment import folder_identity
@@ -265,9 +265,21 @@ def check_values(record: Record, config: PPOConfig, first: int, last: int, has_r
     Args:
         has_rewards: rewards are computed again.
     """
-    if record.header.trainer is None:
-        return
-    actor = config.actor
+    instead = {"input_ids": "they are masked in this copy: replay the original"}
+    if record.header.trainer is not None:
+        instead = values_needed(config.actor, has_rewards)
+    for step in [step for step in record.steps if first <= step <= last]:
+        recorded = record.step(step)
+        total = sum(recorded.num_rows(rank) for rank in range(recorded.manifest.num_ranks))
+        for key, count in unknown_rows(recorded, list(instead)):
+            raise ReplayError(
+                f"{record.path} cannot be replayed with these options: {key} is not known in {count} of "
+                f"{total} rows of step {step}; {instead[key]}"
+            )
+
+
+def values_needed(actor: PPOActorConfig, has_rewards: bool) -> dict[str, str]:
+    """Return the values that training with these options needs, and what to do without each."""
     norms = [norm for norm in (actor.reward_norm, actor.adv_norm) if norm is not None]
     uses_groups = any("group" in (norm.mean_level, norm.std_level) for norm in norms)
     needs = {
@@ -281,16 +293,7 @@ def check_values(record: Record, config: PPOConfig, first: int, last: int, has_r
         "prompt_id": (uses_groups, "normalise by batch, not by group (actor.reward_norm, actor.adv_norm)"),
         "finish_reason": (actor.mask_no_eos_with_zero, "give actor.mask_no_eos_with_zero=false"),
     }
-    wanted = [key for key, (is_needed, _) in needs.items() if is_needed]
-    steps = [step for step in record.steps if first <= step <= last]
-    for step in steps:
-        recorded = record.step(step)
-        total = sum(recorded.num_rows(rank) for rank in range(recorded.manifest.num_ranks))
-        for key, count in unknown_rows(recorded, wanted):
-            raise ReplayError(
-                f"{record.path} cannot be replayed with these options: {key} is not known in {count} of "
-                f"{total} rows of step {step}; {needs[key][1]}"
-            )
+    return {key: instead for key, (is_needed, instead) in needs.items() if is_needed}
 
 
 def stand_ins(record: Record, last: int) -> list[str]:

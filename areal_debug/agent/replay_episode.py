@@ -163,6 +163,11 @@ def read_answers(step: RecordedStep, rank: int, transcript: Transcript) -> dict[
     sampled: dict[int, Answer] = {}
     finish = {call.turn: call.finish for call in transcript.calls}
     rows = np.flatnonzero(is_here)
+    if not step.known(rank, "input_ids")[rows].all():
+        place = f"{step.manifest.step}/{transcript.prompt_id}/{transcript.episode}"
+        raise RecordError(
+            f"tokens of {place} are masked in this copy: run the episode of the original record"
+        )
     for row in rows[np.argsort(arrays["sample_id"][rows])]:
         span = slice(*arrays["cu_seqlens"][row : row + 2])
         ids, turns = arrays["input_ids"][span].tolist(), arrays["turns"][span]

@@ -104,7 +104,7 @@ def show_redacted(done: "Redacted", destination: Path, without_text: bool) -> No
         steps = count(len(done.steps_changed), "step")
         out.print(
             styled(
-                "{} in {} with masked tokens: these steps replay to other numbers",
+                "{} in {} with masked tokens: these steps cannot be replayed",
                 count(done.num_rows, "row"),
                 steps,
             )

@@ -11,6 +11,8 @@ from click.testing import CliRunner
 from areal_debug.cli import main
 from recorder import RecordError, open_record, verify
 from recorder.redact import Rules, redact_record
+from replayer.errors import ReplayError
+from replayer.preconditions import check_values
 
 sys.path.insert(0, str(Path(__file__).parent))
 from agent_record import PICTURES, PROCESSOR, RESULTS, write_agent_record
@@ -57,6 +59,11 @@ def test_a_key_is_masked_in_texts_calls_and_tokens(record, tmp_path):
     assert changed.nonzero()[0].max() < end
     assert PROCESSOR.tokenizer.decode(before["input_ids"][changed].tolist()) == SECRET
     assert all((before[key] == after[key]).all() for key in before if key != "input_ids")
+    assert copy.known(0, "input_ids").tolist() == [row != 1 for row in range(copy.num_rows(0))]
+    with pytest.raises(
+        ReplayError, match=r"input_ids is not known in 1 of \d rows of step 0; they are masked"
+    ):
+        check_values(open_record(tmp_path / "copy"), None, 0, 0)
     assert verify(tmp_path / "copy").intact
     assert open_record(tmp_path / "copy").header.environment["redacted"] is True
 
