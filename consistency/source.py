@@ -71,6 +71,10 @@ def read_record(
         NothingToCompare: the run sampled nothing, no log-prob of a sampled token is known, or the
             record has pixels in the place of its pictures.
     """
+    if record.header.lacks_images:
+        raise NothingToCompare(
+            f"{record.path} is a copy without the pictures of its rows: compare the original"
+        )
     sampling = parse_sampling(record) if assumed is None else assumed
     foreign = record.header.trainer is not None
     chunks = {f"step-{number:06d}": read_step(record.step(number), foreign) for number in steps}

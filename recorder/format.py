@@ -318,6 +318,11 @@ class RecordHeader:
         return self.environment.get("method")
 
     @property
+    def lacks_images(self) -> bool:
+        """Whether this is a copy without the pictures that its rows had."""
+        return "without_images" in self.environment
+
+    @property
     def config_is_ours(self) -> bool:
         """Whether the config has options of this repository: an import is given them, or none."""
         return self.trainer is None or (bool(self.config) and "imported" in self.environment)

@@ -113,8 +113,6 @@ def redact_record(
             for name, identity in (("model", header.model), ("tokenizer", header.tokenizer))
         }
         environment = header.environment | {"redacted": True}
-        config = redactor.tree(header.config)
-        write_header(folder, replace(header, config=config, environment=environment, **paths))
         for step in map(record.step, record.steps) if steps is None else steps:
             number = step.manifest.step
             num_steps += 1
@@ -123,6 +121,8 @@ def redact_record(
             pairs = zip(ranks, kept, strict=True)
             rows = sum(int(changed_rows(a.batch, b.batch.tensors["input_ids"].array).sum()) for a, b in pairs)
             changed += [number] if rows else []
+            if not rules.keeps_images and any(IMAGE_KEYS.keys() & one.batch.tensors.keys() for one in ranks):
+                environment["without_images"] = True
             num_rows += rows
             num_images += sum(len(one.batch.tensors["image_bytes"].array) for one in kept if has_files(one))
             place = folder / STEPS_FOLDER / step_name(number)
@@ -130,6 +130,8 @@ def redact_record(
             files = [write_rank(place, rank, len(kept), one) for rank, one in enumerate(kept)]
             link = commit_step(place, number, step.manifest.version, files, link).link
             tick(number)
+        config = redactor.tree(header.config)
+        write_header(folder, replace(header, config=config, environment=environment, **paths))
         write_gaps(folder, record.gaps)
         end = read_end(record.storage)
         if end is not None:

@@ -136,6 +136,9 @@ def diff_records(
     differences: tuple[StageDifference, ...] = ()
     unknown: dict[str, Counter[str]] = {"A": Counter(), "B": Counter()}
     num_compared = 0
+    without_images = [
+        f"pictures in {side}" for side, one in (("A", left), ("B", right)) if one.header.lacks_images
+    ]
     for record in () if fast else (left, right):
         read_end(record.storage)
     for number in shared:
@@ -143,6 +146,8 @@ def diff_records(
             record.step(number) if fast else check_step(record, number) for record in (left, right)
         )
         differences = compare_steps(here, there, foreign)
+        if without_images:
+            differences = tuple(one for one in differences if one.name != "images")
         for side, one in (("A", here), ("B", there)):
             ranks = range(one.manifest.num_ranks)
             unknown[side].update(one.num_unknown() | {"": sum(map(one.num_rows, ranks))})
@@ -173,6 +178,7 @@ def diff_records(
         not_compared=stages_not_recorded(left, right, here, there),
         not_known=(
             *unknown_values(unknown),
+            *without_images,
             *unknown_settings(left.header, right.header),
         ),
         unrelated=why_unrelated(left, right, shared) if differences else None,

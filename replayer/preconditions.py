@@ -265,6 +265,8 @@ def check_values(record: Record, config: PPOConfig, first: int, last: int, has_r
     Args:
         has_rewards: rewards are computed again.
     """
+    if record.header.lacks_images:
+        raise ReplayError(f"{record.path} is a copy without the pictures of its rows: replay the original")
     instead = {"input_ids": "they are masked in this copy: replay the original"}
     if record.header.trainer is not None:
         instead = values_needed(config.actor, has_rewards)

@@ -39,7 +39,7 @@ def read_folder(path: str) -> Folder:
         for name, entry in json.loads(data[8:begin].tobytes()).items():
             if name != "__metadata__":
                 bytes_of = slice(*(begin + offset for offset in entry["data_offsets"]))
-                tensors[name] = entry["dtype"], f"{crc32c(data[bytes_of].data):08x}"
+                tensors[plain_name(name)] = entry["dtype"], f"{crc32c(data[bytes_of].data):08x}"
     return Folder(path, folder_identity(path)["files"], tensors)
 
 
@@ -113,12 +113,18 @@ def versions_of(record: Record, folder: Folder, reads_first: bool) -> Iterator[t
     for step in map(record.step, record.steps):
         if step.rank_name("outcome", 0, "json") in step.manifest.files:
             outcome = step.outcome(0)
-            is_same = has_tensors(folder, {name: ("F32", crc) for name, crc in outcome.checksums.items()})
+            wanted = {plain_name(name): ("F32", crc) for name, crc in outcome.checksums.items()}
+            is_same = has_tensors(folder, wanted)
             yield (
                 outcome.version,
                 f"those after step {outcome.step}",
                 is_same or (is_same if is_ours else None),
             )
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a weight without the parts in which files and modules of one model differ."""
+    return name.replace("language_model.", "").removeprefix("model.")
 
 
 def has_tensors(folder: Folder, wanted: Tensors) -> bool | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_core.config.vision_checks import model_type
 from recorder.environment import folder_identity
 from replayer.crosscheck.frameworks import FRAMEWORKS, CannotRun, Framework, describe
 from replayer.crosscheck.model_pass import ModelPass, load_pass
@@ -662,6 +663,8 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
     actor = origin.config["actor"] if configured.trainer is None else {}
     if actor.get("use_lora"):
         return None, "an adapter was trained, which is not recomputed here"
+    if model_type(given or str(origin.model_path), "vision_config") is not None:
+        return None, "a vision model was trained, which is not recomputed here"
     if configured.dtype != "float32":
         return None, (
             "the record has no log-probs of the weights that the step starts from, and a model that "

@@ -9,8 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
+from consistency.errors import NothingToCompare
+from consistency.source import read_record
 from recorder import RecordError, open_record, verify
 from recorder.redact import Rules, redact_record
+from replayer.diff import diff_records
 from replayer.errors import ReplayError
 from replayer.preconditions import check_values
 
@@ -92,6 +95,17 @@ def test_texts_and_pictures_can_be_left_out(record, tmp_path):
     assert (step.text(0), step.calls(0), step.images(0)) == (None, None, None)
     assert set(step.batch(0)["input_ids"].tolist()) == {0}
     assert step.batch(0)["rewards"].tolist() == open_record(record).step(0).batch(0)["rewards"].tolist()
+    copy = open_record(tmp_path / "copy")
+    assert copy.header.lacks_images
+    with pytest.raises(
+        NothingToCompare, match="is a copy without the pictures of its rows: compare the original"
+    ):
+        read_record(copy, [0])
+    with pytest.raises(ReplayError, match="is a copy without the pictures of its rows: replay the original"):
+        check_values(copy, None, 0, 0)
+    found = diff_records(open_record(record), copy)
+    assert found.differences == ()
+    assert found.not_known == ("input_ids of 4 of 4 rows in B", "pictures in B")
     assert verify(tmp_path / "copy").intact
     files = [path.read_bytes() for path in (tmp_path / "copy").rglob("*") if path.is_file()]
     assert not any(SECRET.encode() in data or PICTURES[0] in data for data in files)

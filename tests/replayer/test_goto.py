@@ -1,11 +1,16 @@
 """Going to a step restores the state of the run there, or reports why it cannot."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from areal_core.trainer import objective
 from areal_debug.goto.shell import LockstepConsole
+from replayer.crosscheck.opinions import find_model
+from replayer.crosscheck.step_rows import Origin
 from replayer.goto import goto
+from replayer.step_weights import plain_name
 
 
 def go(run, step, look=lambda scene: None, **options):
@@ -80,3 +85,17 @@ def test_a_shell_on_several_ranks_runs_each_line_everywhere_and_marks_what_diffe
 
 def raise_end():
     raise EOFError
+
+
+def test_names_of_files_and_of_modules_are_of_one_weight():
+    names = ("model.layers.0.w", "model.language_model.layers.0.w", "language_model.model.layers.0.w")
+    assert {plain_name(name) for name in names} == {"layers.0.w"}
+    assert plain_name("model.visual.merger.w") == plain_name("visual.merger.w")
+
+
+def test_a_vision_model_is_not_recomputed(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "vision_config": {}}')
+    origin = Origin("r", {"actor": {}}, None, str(tmp_path), {}, starts_from_model=True)
+    rows = SimpleNamespace(origin=origin, tensors={})
+    found = find_model(rows, SimpleNamespace(trainer=None, dtype="float32"), None)
+    assert found == (None, "a vision model was trained, which is not recomputed here")
