@@ -67,6 +67,9 @@ def verdict_of(report: RescoreReport) -> tuple[str, str, Level]:
         compared = f"{report.num_compared:,} of {report.total('rows'):,}"
         return "Inconclusive", f"{compared} samples have both rewards", "unsure"
     if report.verdict == "agree":
+        if other := report.other_values:
+            where = f"on which of {report.num_compared:,} samples are paid; {other:,} have another reward"
+            return "They agree", where, "unsure"
         return "They agree", f"on {report.num_compared:,} samples", "good"
     if report.pairings:
         return "Rewards of other rows", report.pairings[0].sentence, "bad"

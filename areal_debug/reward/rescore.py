@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from areal_core.data.read import BOXED_INSTRUCTION
 from areal_core.reward import RewardPool
 from areal_core.reward.reward_pool import Call
@@ -59,6 +61,7 @@ class RescoreReport:
     """Both rewards of a record compared. `middle` divides paid from unpaid ones.
 
     `pairings` are steps whose rewards are those of other rows, which explains the disagreements.
+    `other_values` counts the samples of which the rewards are not the same float32.
     """
 
     record: str
@@ -68,6 +71,7 @@ class RescoreReport:
     pairings: tuple[Pairing, ...]
     disagreements: tuple[Disagreement, ...]
     failure: str
+    other_values: int
 
     def total(self, name: str) -> int:
         """Return a count over all steps."""
@@ -246,6 +250,7 @@ def report_of(record: Record, function: str, scored: Sequence[Scored]) -> Rescor
         else (),
         tuple(disagreements[:MOST_LISTED]),
         failures[0] if failures else "",
+        sum(not np.array_equal(row.recorded, np.float32(row.outcome), equal_nan=True) for row in both),
     )
 
 

@@ -1,12 +1,16 @@
 """A record scored again by a second reward function: who is paid by one of the two alone."""
 
 import json
+import math
 from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from areal_debug import Recorder
-from areal_debug.reward.rescore import DataRows
+from areal_debug.reward.report import report_of_rescore
+from areal_debug.reward.rescore import DataRows, Scored, report_of
 from tests.command_line import run as areal_debug
 
 run = partial(areal_debug, "reward", "rescore")
@@ -67,6 +71,15 @@ def test_steps_are_chosen_and_a_function_without_its_rows_is_inconclusive(record
     found = json.loads(run(record / "r", f"{record / 'fn.py'}:has_digit", "--from-step", 2, "--json")[1])
     assert [step["step"] for step in found["steps"]] == [2]
     assert run(record / "r", f"{record / 'fn.py'}:right", "--from-step", 9)[0] == 2
+
+
+def test_other_rewards_of_samples_that_both_pay_are_counted():
+    rewards = [(1.0, 0.9), (0.0, 0.0), (float(np.float32(0.1)), 0.1), (math.nan, math.nan)]
+    scored = [Scored(0, 0, sample, *both, "") for sample, both in enumerate(rewards)]
+    found = report_of(SimpleNamespace(path="r"), "f", scored)
+    assert (found.verdict, found.other_values) == ("agree", 1)
+    sentence = report_of_rescore(found).sentence
+    assert sentence == "on which of 4 samples are paid; 1 have another reward"
 
 
 def test_a_prompt_finds_the_longest_row_inside_it():
