@@ -117,7 +117,10 @@ TROUBLES = {
         "D01",
         changed(reward=lambda r: around(0.3), eval_reward=lambda r: around(0.3, seed=6)),
     ),
-    "falling reward": ("D01", changed(reward=lambda r: around(ramp(0.6, 0.2, 0.0)))),
+    "falling reward": (
+        "D01",
+        changed(reward=lambda r: around(ramp(0.6, 0.2, 0.0)), eval_reward=lambda r: around(0.3, seed=6)),
+    ),
     "scattering reward": (
         "D02",
         changed(reward=lambda r: ramp(0.2, 0.4, 0.0) + ramp(0.05, 0.9) * around(0.0, 1.0)),

@@ -17,12 +17,12 @@ from areal_debug.doctor.rules.learning import (
     is_solved,
     rose_and_fell,
 )
-from areal_debug.doctor.series import Series, medians_between, running_medians
+from areal_debug.doctor.series import NOTHING, Series, medians_between, running_medians
 
 NEIGHBOURS = 31  # steps whose median a gradient norm is compared with
 MULTIPLIED, LARGE = 30.0, 10.0  # times the first gradient norm, and a norm that no sound run ends at
 SPIKE = 5.0  # times that median
-HIGH_SPIKE = 10.0  # of these, three are enough
+HIGH_SPIKE = 20.0  # of these, three are enough: sound runs recover from a few of 10 times
 FEWEST_SPIKES = 3  # two are found in short sound runs with stale samples
 EXPLODED = 10.0  # times the first loss of a critic
 GROWN = 1.5  # times its first level
@@ -219,7 +219,9 @@ def gradients_spike(run: Run) -> Alarm | None:
     if not bad.any() and spikes.sum() < max(FEWEST_SPIKES, 0.02 * len(norm.values)) and high.sum() < 3:
         return None
     at = np.flatnonzero(bad if bad.any() else spikes | high)
-    first = int(norm.steps[at[0]])
+    first, before = int(norm.steps[at[0]]), numbers_that_are_none(run) if bad.any() else None
+    if before is not None and before.onset is not None and before.onset <= first:
+        return None  # D18: the gradient is computed from the loss
     return alarm(
         "D17",
         norm,
@@ -302,7 +304,8 @@ def numbers_that_are_none(run: Run) -> Alarm | None:
         return None
     first = min(broken, key=lambda name: int(every[name].steps[np.argmax(bad[name])]))
     series, at = every[first], np.flatnonzero(bad[first])
-    step, also = int(series.steps[at[0]]), ", ".join(sorted(set(broken) - {first}))
+    late = [one.name for one in (run.series.get("grad_norm", NOTHING),) if not np.isfinite(one.values).all()]
+    step, also = int(series.steps[at[0]]), ", ".join(sorted({*broken, *late} - {first}))
     is_other, is_zero = judged.keys().isdisjoint(broken), bool(np.isfinite(series.values[at[0]]))
     what = (
         f"{series.name} is {'exactly 0' if is_zero else 'not finite'} in {len(at)} of {len(bad[first])} steps"
