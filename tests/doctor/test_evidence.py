@@ -82,6 +82,7 @@ def test_few_checks_are_no_health(tmp_path):
         ({"kl": np.zeros(STEPS), "grad_norm": np.full(STEPS, np.nan)}, ["D17"]),
         ({"value_loss": scattered(0.05 + 0.2 * X, 0.005), "reward": scattered(0.05 + 0.4 * X)}, []),
         ({"value_loss": scattered(1 + 2 * np.minimum(X, 0.3))}, []),  # it levels off
+        ({"value_loss": scattered(4 + 30 * X, 0.3), "reward": scattered(90 + 900 * X, 9)}, []),  # of returns
         ({"completions/max_length": np.full(STEPS, 200.0)}, ["D45"]),  # below the mean
         ({"len/mean": SOUND["completions/mean_length"], "len/max": np.full(STEPS, 200.0)}, ["D45"]),
         ({"len/mean": SOUND["completions/mean_length"], "len/max": np.full(STEPS, 400.0)}, []),

@@ -190,7 +190,7 @@ FAILURES = {
         BEGIN,
         lambda r: {
             "length": noisy(300 + 1200 * SINCE, 10),
-            "no_eos": np.abs(noisy(0.003 + 0.045 * SINCE, 0.002)),
+            "no_eos": np.abs(noisy(0.003 + 0.15 * SINCE, 0.002)),
         },
     ),
     "validation after its peak": (
@@ -385,6 +385,7 @@ def test_growth_of_the_mismatch_is_split_by_what_steps_show(tmp_path):
         (lambda x: np.where(x < 0.6, 1.0, 3.0), "up"),
         (lambda x: -np.minimum(1, 8 * np.maximum(0, x - 0.6)), "down"),
         (lambda x: np.exp(-4 * x) - 3 * np.maximum(0, x - 0.6), "down"),
+        (lambda x: np.exp(12 * np.maximum(0, x - 0.6)), "up"),
     ],
 )
 def test_onset_is_the_bend_or_the_jump(steps, shape, worse):
@@ -435,17 +436,12 @@ def test_cost_counts_steps_and_the_hours_that_they_took(tmp_path):
         },
         # a reward is high from the beginning; it falls and comes back
         {"eval_reward": None, "zero_variance_groups": None, "reward": noisy(np.full(STEPS, 0.88), 0.01)},
-        {"eval_reward": None, "zero_variance_groups": None, "reward": noisy(np.full(STEPS, 0.93), 0.01)},
         {"reward": np.where((X > 0.7) & (X < 0.85), 0.1, noisy(0.7, 0.02))},
-        # it gained more than there is left
-        {
-            "eval_reward": None,
-            "zero_variance_groups": None,
-            "reward": noisy(0.7 - 0.6 * np.exp(-30 * X), 0.02),
-        },
         # prompts become harder: validation rises
         {"reward": noisy(0.3 + 0.5 * X - 0.4 * AFTER, 0.02), "eval_reward": noisy(0.2 + 0.4 * X, 0.02)},
         {"reward": noisy(0.7 - 0.4 * X, 0.02), "eval_reward": noisy(0.2 + 0.4 * X, 0.02)},
+        {"length": noisy(300 + 150 * X, 9), "reward": noisy(0.3, 0.05)},
+        {"no_eos": noisy(0.02 + 0.045 * X, 0.003), "length": noisy(600 + 2600 * X, 20)},
         {"grad_norm": np.exp(noisy(-1, 0.1)) * np.where(np.arange(STEPS) % 60 == 31, 11, 1)},
         # each episode reaches the bound of the reward
         {"eval_reward": None, "reward": np.minimum(noisy(ramp(20, 900, 0.0), 5), 200.0)},
@@ -453,7 +449,7 @@ def test_cost_counts_steps_and_the_hours_that_they_took(tmp_path):
 )
 def test_progress_is_no_failure(tmp_path, change):
     alarms = judged(tmp_path / "run", healthy() | change).alarms
-    progress = {"D01", "D02", "D04", "D05", "D15", "D17", "D20", "D22", "D42"}
+    progress = {"D01", "D02", "D04", "D05", "D15", "D17", "D20", "D21", "D22", "D42"}
     assert not progress & {alarm.id for alarm in alarms}
 
 
@@ -541,7 +537,7 @@ def test_a_collapse_comes_before_the_reward_that_rose_and_fell_after_it(tmp_path
     alarms = judged(tmp_path, run).alarms
     assert alarms[0].id == "D15"
     assert not {"D16"} & {alarm.id for alarm in alarms}
-    levels = {"entropy": np.clip(ramp(1.6, -2.4, 0.0), 0, 9), "reward": np.clip(ramp(0.1, 1.4, 0.0), 0, 0.5)}
+    levels = {"entropy": np.clip(ramp(1.6, -2.4, 0.0), 0, 9), "reward": np.clip(ramp(0.1, 2.2, 0.0), 0, 0.7)}
     settled = without(healthy(), "eval_reward") | levels | {"reward": noisy(levels["reward"], 0.01)}
     alarms = judged(tmp_path / "settled", settled).alarms
     assert [alarm.id for alarm in alarms][:2] == ["D15", "D05"]

@@ -47,8 +47,6 @@ def reward_levels_off(run: Run) -> Alarm | None:
     late, error = series.since(reached).trend, series.deviation * (2 / series.window) ** 0.5  # of two windows
     if gain <= 4 * error or late is None or idle < FLAT_SHARE * (series.steps[-1] - series.steps[0]):
         return None
-    if is_share(series) and gain > 1 - ceiling:
-        return None  # more than there is left: it converged
     left = LEFT * (1 - ceiling) if is_share(series) and not rises(run, "eval_reward") else 0.0
     if abs(late.change) > 0.1 * max(gain, left) or late.high > 0.25 * max(gain, left):
         return None

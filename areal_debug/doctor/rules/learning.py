@@ -73,12 +73,6 @@ def is_at_its_top(reward: Series) -> bool:
     return reward.resolution == 0 and reward.first < top and reward.sustained(lambda value: value == top)
 
 
-def rose_and_fell(run: Run) -> bool:
-    """Return whether the reward fell after a peak that was above its beginning."""
-    fell = fall_from_the_peak(run)
-    return fell is not None and fell[3]
-
-
 def rises(run: Run, quantity: str) -> bool:
     """Return whether a quantity clearly rises over the run; False for a short series."""
     found = run.finite(quantity).trend

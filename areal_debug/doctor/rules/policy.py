@@ -12,10 +12,10 @@ from areal_debug.doctor.rules.groups import share_alike
 from areal_debug.doctor.rules.learning import (
     EARLY_STEPS,
     ENOUGH_STEPS,
+    fall_from_the_peak,
     is_learning,
     is_share,
     is_solved,
-    rose_and_fell,
 )
 from areal_debug.doctor.series import NOTHING, Series, medians_between, running_medians
 
@@ -154,6 +154,9 @@ def grows_to_the_end(loss: Series, reward: Series) -> bool:
     late = loss.since(int(loss.steps[len(loss.steps) // 2])).trend
     if late is None or late.low <= 0:
         return False
+    gained = reward.trend
+    if gained is not None and gained.rises and not is_share(reward):  # squares of returns that grow
+        return reward.first > 0 and loss.last / loss.first > (reward.last / reward.first) ** 2
     if not len(reward.values) or not is_share(reward) or loss.last > 1:
         return True
     varied = (reward.last * (1 - reward.last)) / max(reward.first * (1 - reward.first), 1e-12)
@@ -193,7 +196,8 @@ def policy_drifts_for_nothing(run: Run) -> Alarm | None:
     grows, gains = series.trend, run.finite("reward").trend
     if grows is None or gains is None or not grows.rises or gains.rises:
         return None
-    if grows.change < max(0.01, abs(series.first)) or rose_and_fell(run):
+    fell = fall_from_the_peak(run)
+    if grows.change < max(0.01, abs(series.first)) or (fell is not None and fell[3]):
         return None  # it did gain reward until the peak, which D04 names
     return alarm(
         "D16",
