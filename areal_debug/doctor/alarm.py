@@ -77,7 +77,7 @@ def alarm(
         fields: values of the fields in the row's texts.
     """
     row = findings()[id]
-    row = row | row.get("variants", {}).get(variant, {})
+    row, fields = row | row.get("variants", {}).get(variant, {}), fields | {"since": since}
     return Alarm(
         id,
         row["titles"][title] if title else row["title"].format(**fields),

@@ -1,6 +1,6 @@
 """Apply all rules to one run; the alarm that explains the others comes first."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from areal_debug.doctor.rules import (
 )
 from areal_debug.doctor.samples.read import read_rows
 from areal_debug.doctor.samples.sample_rules import examine_samples
-from areal_debug.doctor.series import FEWEST_STEPS
+from areal_debug.doctor.series import FEWEST_STEPS, NOTHING, Series
 from areal_debug.doctor.wording import OWN, in_words_of
 from areal_debug.report.links import view_command
 from recorder import Record
@@ -74,13 +74,14 @@ def examine(run: Run) -> Examination:
     absent = tuple(name for name in QUANTITIES if name not in run.series)
     alarms = [in_words_of(OWN if run.config else run.family, alarm, run.record, run.unit) for alarm in alarms]
     checks = checks_of(run, rows, list(dict.fromkeys(alarm.id for alarm in alarms)))
-    return Examination(tuple(causes_first(alarms, run.span[1] - run.span[0])), checks, absent)
+    return Examination(tuple(causes_first(alarms, run.span[1] - run.span[0], run.by_name)), checks, absent)
 
 
-def causes_first(alarms: Sequence[Alarm], num_steps: int) -> Iterator[Alarm]:
+def causes_first(alarms: Sequence[Alarm], num_steps: int, logged: Mapping[str, Series]) -> Iterator[Alarm]:
     """Yield alarms: causes before what follows from them, errors before warnings, early ones first.
 
-    A cause must not begin later than its effect; onsets are exact to a tenth of the run. A reward
+    A cause must not begin later than its effect; onsets are exact to a tenth of the run, and to the
+    distance of two values of their metric in `logged`, as of two evaluations. A reward
     that never rose, or a loss that never fell, has no onset: what broke later explains it too.
     """
     left = sorted(alarms, key=lambda alarm: (alarm.severity != "error", alarm.onset or 0))
@@ -88,7 +89,11 @@ def causes_first(alarms: Sequence[Alarm], num_steps: int) -> Iterator[Alarm]:
     def follows(effect: Alarm) -> bool:
         latest = (effect.onset or 0) + (ONSET_SHARE if effect.title not in FLAT else 1) * num_steps
         causes = (cause for cause in left if effect.id in findings()[cause.id].get("leads_to", ()))
-        return any((cause.onset or 0) <= latest for cause in causes)
+        return any((cause.onset or 0) - apart(cause) <= latest for cause in causes)
+
+    def apart(cause: Alarm) -> float:
+        steps = logged.get(cause.metric, NOTHING).steps
+        return float(np.median(np.diff(steps))) if len(steps) > 1 else 0.0
 
     while left:
         chosen = next((alarm for alarm in left if not follows(alarm)), left[0])

@@ -10,6 +10,8 @@ Worse = Literal["up", "down"]
 
 JUMPED = 4.0  # times the noise, from one step to the next
 BEYOND = 1.0  # times the noise: two steps in a row are outside of the range before
+DEPARTED = 3.0  # times the deviation of bins from the line before
+SAME_CURVE = 0.03  # of the rise of the next bins
 LEAST_GAIN = 0.4  # share of the squared deviation from one line that bends must explain
 LEAST_SHARE = 0.1  # of the change for the worse that the first bend must cause
 
@@ -55,12 +57,32 @@ def onset(series: Series, worse: Worse, in_ratios: bool = False) -> int:
     at = int(np.argmax(jumps))
     # from the level before, to which it does not return: no single outlier, and no step of a ramp
     is_jump = jumps[at] > max(JUMPED * turned.noise, 2 * (values[at] - y[before]))
-    if is_jump and y[after] - y[before] > 0.5 * jumps[at]:
+    departed = departure(x, y, bend)
+    if is_jump and y[after] - y[before] > 0.5 * jumps[at] > 0.25 * (y[after] - y[departed]):
         return int(kept.steps[at + 1])
     # not before the values leave the range that they had just before the bend
-    bent = int(np.searchsorted(kept.steps, x[bend]))
+    bent = int(np.searchsorted(kept.steps, x[departed]))
     beyond = values[bent:] > np.median(values[max(0, bent - FEWEST_STEPS) : bent]) + BEYOND * turned.noise
     return int(kept.steps[bent + np.argmax(beyond[:-1] & beyond[1:])])
+
+
+def departure(x: Floats, y: Floats, bend: int) -> int:
+    """Return the bin from which on all values up to a bend are above the line that they were on.
+
+    A curve that grows ever faster has left its level long before the bend that fits it best. The
+    line is that of the first half before the bend; after it the values must not fall, and they must
+    rise before the bend as well.
+    """
+    half = bend // 2
+    if half < 3:
+        return bend
+    slope, level = np.polyfit(x[:half], y[:half], 1)
+    left = y - slope * x - level
+    error = float(np.std(left[:half])) * (half / (half - 2)) ** 0.5
+    inside, after = np.flatnonzero(left[: bend + 1] <= DEPARTED * error)[-1], min(bend + 2, len(x) - 1)
+    if left[bend - 1] - left[bend - 3] < SAME_CURVE * (left[after] - left[bend - 1]):
+        return bend
+    return min(bend, int(max(inside + 1, half + np.argmin(y[half : bend + 1]))))
 
 
 def best_bends(x: Floats, y: Floats) -> tuple[int, int, float]:

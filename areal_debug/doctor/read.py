@@ -28,6 +28,7 @@ from recorder.reader import Damage
 OF_PREFERENCES = ("preference_accuracy", "chosen_reward", "rejected_reward")
 OF_REWARDS = ("reference_kl", "approx_kl", "clip_ratio", "zero_variance_groups", "length", "reward")
 OF_PAIRS = re.compile(r"(?i)chosen|reject|margin|accuracies|prefer|pair|\bdist\b|^(?:dpo|rw)/")
+OF_TEACHER = re.compile(r"(?i)(?<![a-z])(?:teacher|distill)")
 COUNTS = {"id", "epoch", "timestamp"}  # beside the step: of the logger, and no metrics
 
 
@@ -166,6 +167,8 @@ def judged(by_name: Mapping[str, Series], given: Mapping[str, str] | None = None
         series.pop("preference_accuracy", None)  # of tokens, or of answers
     elif not any(name in series for name in (*OF_REWARDS[:-1], *(given or {}))):
         series.pop("reward", None)  # the mean score of pairs: its level means nothing
+    if any(map(OF_TEACHER.search, by_name)) and not series.get("reward", NOTHING).values.any():
+        series.pop("reward", None)  # 0 in each step: a teacher is distilled
     entropy = series.get("entropy", NOTHING)
     if re.search("(?i)ent[a-z_]* ?loss", entropy.name) and entropy.finite.first <= 0:
         series["entropy"] = entropy = replace(entropy, values=-entropy.values)  # of a loss: negative

@@ -39,7 +39,7 @@ def report_of(run: Run, found: Examination, record_page: RecordPage | None = Non
             caption=f"{quantity.replace('_', ' ')}: {series.name}. {QUANTITIES[quantity]['meaning']}",
             ends=", ".join(
                 f"{name} {format_number(value)}"
-                for name, value in zip(("first", "last"), series.finite.values[[0, -1]].tolist(), strict=True)
+                for name, value in (("first", series.finite.values[0]), ("last", series.values[-1]))
             ),
         )
         for quantity, series in run.series.items()

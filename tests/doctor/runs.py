@@ -117,7 +117,10 @@ TROUBLES = {
         "D01",
         changed(reward=lambda r: around(0.3), eval_reward=lambda r: around(0.3, seed=6)),
     ),
-    "falling reward": ("D01", changed(reward=lambda r: around(ramp(0.6, 0.2, 0.0)))),
+    "falling reward": (
+        "D01",
+        changed(reward=lambda r: around(ramp(0.6, 0.2, 0.0)), eval_reward=lambda r: around(0.3, seed=6)),
+    ),
     "scattering reward": (
         "D02",
         changed(reward=lambda r: ramp(0.2, 0.4, 0.0) + ramp(0.05, 0.9) * around(0.0, 1.0)),
@@ -147,9 +150,12 @@ TROUBLES = {
     "truncation": ("D20", changed(no_eos=lambda r: around(ramp(0.01, 0.3), 0.01))),
     "length": (
         "D21",
-        changed(reward=lambda r: around(0.3), length=lambda r: around(ramp(300, 900, 0.0), 20)),
+        changed(
+            reward=lambda r: around(0.3),
+            eval_reward=lambda r: around(0.3, seed=6),
+            length=lambda r: around(ramp(300, 900, 0.0), 20),
+        ),
     ),
-    "groups alike": ("D22", changed(zero_variance_groups=lambda r: around(0.9, 0.03))),
     "old samples": ("D23", changed(staleness=lambda r: around(ramp(1, 6, 0.0), 0.2))),
     "stale engine": ("D24", changed(logprob_difference=lambda r: around(ramp(0.011, 0.036, 0.3), 0.0005))),
     "few effective samples": ("D25", changed(effective_samples=lambda r: around(0.3, 0.02))),

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from areal_debug.doctor.alarm import alarm
 from areal_debug.doctor.examine import causes_first, examine
 from areal_debug.doctor.read import Run, judged
 from areal_debug.doctor.series import Series
@@ -31,6 +32,9 @@ SOUND = {
     "completions/clipped_ratio": np.abs(scattered(0.01, 0.005)),
     "frac_reward_zero_std": np.abs(scattered(0.1)),
 }
+
+
+BROKEN = np.where(X < 0.5, scattered(0.3), np.nan)
 
 
 def examined(columns, family="TRL", every=1):
@@ -78,6 +82,7 @@ def test_few_checks_are_no_health(tmp_path):
         ({"kl": np.zeros(STEPS), "grad_norm": np.full(STEPS, np.nan)}, ["D17"]),
         ({"value_loss": scattered(0.05 + 0.2 * X, 0.005), "reward": scattered(0.05 + 0.4 * X)}, []),
         ({"value_loss": scattered(1 + 2 * np.minimum(X, 0.3))}, []),  # it levels off
+        ({"value_loss": scattered(4 + 30 * X, 0.3), "reward": scattered(90 + 900 * X, 9)}, []),  # of returns
         ({"completions/max_length": np.full(STEPS, 200.0)}, ["D45"]),  # below the mean
         ({"len/mean": SOUND["completions/mean_length"], "len/max": np.full(STEPS, 200.0)}, ["D45"]),
         ({"len/mean": SOUND["completions/mean_length"], "len/max": np.full(STEPS, 400.0)}, []),
@@ -93,6 +98,9 @@ def test_few_checks_are_no_health(tmp_path):
         ({"reward": scattered(0.45 + 0.07 * np.minimum(1, 5 * X))}, ["D05"]),  # little, of all there is
         ({"reward": scattered(0.45 + 0.12 * X)}, []),
         ({"reward": 0.3 + 0 * X}, ["D16", "D01"]),  # no gain that has levelled off
+        ({"reward": 0 * X, "teacher_kl": scattered(0.3 - 0.2 * X)}, []),  # of distillation
+        ({"loss": BROKEN, "grad_norm": BROKEN}, ["D18"]),  # computed from the loss
+        ({"loss": BROKEN, "grad_norm": np.append(BROKEN[1:], np.nan)}, ["D17", "D18"]),
     ],
 )
 def test_a_rule_needs_what_contradicts_a_sound_run(changed, expected):
@@ -157,7 +165,7 @@ def test_the_cause_comes_before_what_follows_from_it():
     assert found[0] == "D24"
     assert {"D20", "D04"} <= set(found)
     _, gravest = examined(SOUND | collapse)
-    assert [alarm.id for alarm in causes_first(reversed(gravest.alarms), STEPS)] == found
+    assert [alarm.id for alarm in causes_first(reversed(gravest.alarms), STEPS, {})] == found
 
 
 def test_a_cause_comes_before_a_flat_reward_and_may_begin_a_tenth_of_the_run_later():
@@ -166,6 +174,18 @@ def test_a_cause_comes_before_a_flat_reward_and_may_begin_a_tenth_of_the_run_lat
         _, found = examined(SOUND | {"reward": scattered(reward), "kl": kl}, every=every)
         first = next(alarm.id for alarm in found.alarms if alarm.id in ("D01", "D04", "D29"))
         assert (first, len(found.alarms) > 1) == ("D29", True)
+
+
+@pytest.mark.parametrize(
+    ("cause", "since", "every", "first"),
+    [("D03", 130, 25, "D03"), ("D03", 130, 1, "D22"), ("D03", 160, 25, "D22"), ("D21", 100, 1, "D22")],
+)
+def test_a_cause_may_begin_between_two_values_of_its_metric(cause, since, every, first):
+    """An evaluation every 25 steps shows a fall 25 steps late; longer answers do not make groups equal."""
+    series = Series("seen", every * np.arange(20), np.zeros(20))
+    effect = alarm("D22", Series("alike", np.arange(9), np.ones(9)), found="", variant="wrong", since=100)
+    found = alarm(cause, series, found="", title="falls" if cause == "D03" else "nothing", since=since)
+    assert next(causes_first([effect, found], 200, {"seen": series})).id == first
 
 
 def test_a_supervised_run_is_not_told_about_groups():

@@ -190,7 +190,7 @@ FAILURES = {
         BEGIN,
         lambda r: {
             "length": noisy(300 + 1200 * SINCE, 10),
-            "no_eos": np.abs(noisy(0.003 + 0.045 * SINCE, 0.002)),
+            "no_eos": np.abs(noisy(0.003 + 0.15 * SINCE, 0.002)),
         },
     ),
     "validation after its peak": (
@@ -210,12 +210,6 @@ FAILURES = {
         "diverges",
         BEGIN,
         lambda r: {"value_loss": noisy(0.2 + 0.6 * np.exp(-6 * X) + 2 * SINCE, 0.01)},
-    ),
-    "heavy tails and four spikes": (
-        "D17",
-        "spike",
-        31,
-        lambda r: {"grad_norm": np.exp(noisy(-1.0, 0.6)) * np.where(np.arange(STEPS) % 50 == 31, 60, 1)},
     ),
     "another model from a step on": (
         "D42",
@@ -297,6 +291,10 @@ SOUND = {
         "explained_variance": noisy(0.2 + 0.3 * AFTER, 0.05),
     },
     "value loss rises while rewards begin": lambda r: {"value_loss": noisy(0.02 + 0.5 * X, 0.02)},
+    "one bad step": lambda r: {
+        "no_eos": np.where(X[150] == X, 0.9, r["no_eos"]),
+        "grad_norm": r["grad_norm"] * np.where(X[80] == X, 50, 1),
+    },
     "the last gain comes late": lambda r: {
         "reward": noisy(0.2 + 0.4 / (1 + np.exp(-(X - 0.75) / 0.08)), 0.03)
     },
@@ -387,6 +385,7 @@ def test_growth_of_the_mismatch_is_split_by_what_steps_show(tmp_path):
         (lambda x: np.where(x < 0.6, 1.0, 3.0), "up"),
         (lambda x: -np.minimum(1, 8 * np.maximum(0, x - 0.6)), "down"),
         (lambda x: np.exp(-4 * x) - 3 * np.maximum(0, x - 0.6), "down"),
+        (lambda x: np.exp(12 * np.maximum(0, x - 0.6)), "up"),
     ],
 )
 def test_onset_is_the_bend_or_the_jump(steps, shape, worse):
@@ -406,6 +405,8 @@ def test_alarms_of_one_jump_name_the_same_step(tmp_path, steps, at):
     alarms = judged(tmp_path, run, OURS).alarms
     assert {"D04", "D12", "D14", "D15", "D40", "D42"} <= {alarm.id for alarm in alarms}
     assert {alarm.onset for alarm in alarms} == {at}
+    [fell] = [alarm for alarm in alarms if alarm.id == "D04"]
+    assert fell.advice[0].startswith(f"go back to the checkpoint before step {at};")
 
 
 def test_cost_counts_steps_and_the_hours_that_they_took(tmp_path):
@@ -435,23 +436,32 @@ def test_cost_counts_steps_and_the_hours_that_they_took(tmp_path):
         },
         # a reward is high from the beginning; it falls and comes back
         {"eval_reward": None, "zero_variance_groups": None, "reward": noisy(np.full(STEPS, 0.88), 0.01)},
-        {"eval_reward": None, "zero_variance_groups": None, "reward": noisy(np.full(STEPS, 0.93), 0.01)},
         {"reward": np.where((X > 0.7) & (X < 0.85), 0.1, noisy(0.7, 0.02))},
+        # prompts become harder: validation rises
+        {"reward": noisy(0.3 + 0.5 * X - 0.4 * AFTER, 0.02), "eval_reward": noisy(0.2 + 0.4 * X, 0.02)},
+        {"reward": noisy(0.7 - 0.4 * X, 0.02), "eval_reward": noisy(0.2 + 0.4 * X, 0.02)},
+        {"length": noisy(300 + 150 * X, 9), "reward": noisy(0.3, 0.05)},
+        {"no_eos": noisy(0.02 + 0.045 * X, 0.003), "length": noisy(600 + 2600 * X, 20)},
+        {"grad_norm": np.exp(noisy(-1, 0.1)) * np.where(np.arange(STEPS) % 60 == 31, 11, 1)},
         # each episode reaches the bound of the reward
         {"eval_reward": None, "reward": np.minimum(noisy(ramp(20, 900, 0.0), 5), 200.0)},
     ],
 )
 def test_progress_is_no_failure(tmp_path, change):
     alarms = judged(tmp_path / "run", healthy() | change).alarms
-    assert not {"D01", "D02", "D05", "D15", "D20", "D22", "D42"} & {alarm.id for alarm in alarms}
+    progress = {"D01", "D02", "D04", "D05", "D15", "D17", "D20", "D21", "D22", "D42"}
+    assert not progress & {alarm.id for alarm in alarms}
 
 
-FALLS = [(1e-5, 0.0, 0, ["D06"]), (0.2, 0.0, 0, []), (0.3, 0.5, 3, []), (0.3, 0.5, 8, [])]  # single rows
+FALLS = [
+    *((1e-5 * X, 0.0, 0, ["D06"]), (0.2 * X, 0.0, 0, []), (0.3 * X, 0.5, 3, []), (0.3 * X, 0.5, 8, [])),
+    (0.4 - 0.4 * np.exp(-100 * X), 0.1, 3, []),  # within five steps
+]
 
 
 @pytest.mark.parametrize(("change", "scatter", "seed", "expected"), FALLS)
 def test_a_loss_that_falls_by_next_to_nothing_does_not_fall(tmp_path, change, scatter, seed, expected):
-    loss = (0.6931 - change * X) * np.exp(noisy(0.0, scatter, seed))
+    loss = (0.6931 - change) * np.exp(noisy(0.0, scatter, seed))
     found = judged(tmp_path, {"loss": loss}, {"loss": "loss"}).alarms
     assert [alarm.id for alarm in found] == expected
 
@@ -492,7 +502,7 @@ def test_a_kl_that_breaks_is_told_with_the_rewards_around_its_jump(tmp_path):
 def test_two_spikes_of_a_short_run_are_no_finding(tmp_path, spikes):
     run = healthy(steps=50)
     run["grad_norm"] **= 2  # heavy tails
-    run["grad_norm"][[12, 30, 44][:spikes]] *= 20
+    run["grad_norm"][[12, 30, 44][:spikes]] *= 60
     alarms = examine(read_run(write_stats(tmp_path, run))).alarms
     assert [(alarm.id, alarm.onset) for alarm in alarms] == ([("D17", 12)] if spikes == 3 else [])
 
@@ -511,17 +521,13 @@ def test_equal_rewards_of_half_credit_are_neither_right_nor_wrong(tmp_path):
     assert said == ("error", "most groups have equal rewards", "every reward is 0.5")
     run = healthy() | FAILURES["all right"][3](healthy())
     assert {one.id: one.severity for one in judged(tmp_path / "right", run).alarms}["D22"] == "warning"
-
-
-def test_a_constant_reward_is_neither_noisy_nor_right(tmp_path):
-    run = without(healthy(), "eval_reward") | {
-        "reward": np.full(STEPS, 3.0),
-        "zero_variance_groups": np.full(STEPS, 1.0),
+    run = without(healthy(), "eval_reward") | {"reward": np.full(STEPS, 3.0)}
+    found = {
+        one.id: one
+        for one in judged(tmp_path / "3", run | {"zero_variance_groups": np.full(STEPS, 1.0)}).alarms
     }
-    found = {alarm.id: alarm for alarm in judged(tmp_path, run).alarms}
     assert "D02" not in found
-    assert found["D22"].found.endswith("every reward is 3")
-    assert found["D01"].title == "the reward does not rise"
+    assert (found["D22"].found[-17:], found["D01"].title) == ("every reward is 3", "the reward does not rise")
 
 
 def test_a_collapse_comes_before_the_reward_that_rose_and_fell_after_it(tmp_path):

@@ -164,6 +164,13 @@ def test_a_loss_that_jumps_inside_an_epoch_may_be_a_resume(tmp_path):
         assert [one["onset"] for one in alarms[:1] if "resumed" in one["advice"][0]] == steps
 
 
+def test_values_that_are_printed_as_one_number_leave_the_noise_before_them(tmp_path):
+    for seed in range(5):
+        run = {"loss": np.where(T < 40, 0.5 + around(0, 0.06, seed), 0.5), "epoch": T / 400}
+        found = examined(tmp_path, run, {"loss": "loss", "epoch": "epoch"})[1]["alarms"]
+        assert "D42" not in [one["id"] for one in found]
+
+
 def test_a_loss_that_does_not_fall_with_a_gradient_of_nothing_points_to_half_precision(tmp_path):
     run = {"loss": around(1.4, 0.08), "grad_norm": np.full(200, 2e-9)}
     _, found = examined(tmp_path, run, {"loss": "loss", "grad_norm": "grad_norm"})
@@ -171,7 +178,9 @@ def test_a_loss_that_does_not_fall_with_a_gradient_of_nothing_points_to_half_pre
     assert (alarm["id"], "fp16" in alarm["advice"][0], "2e-09" in alarm["found"]) == ("D06", True, True)
 
 
-@pytest.mark.parametrize(("chosen", "rejected", "lost"), [(-2.35, -3.35, False), (-20.0, -26.0, True)])
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "lost"), [(-2.35, -3.35, False), (-1.93, -1.98, False), (-20.0, -26.0, True)]
+)
 def test_scores_without_a_reference_are_judged_by_their_change(tmp_path, chosen, rejected, lost):
     """SimPO and ORPO have no reference: both begin below 0."""
     run = learning() | {"chosen_reward": around(ramp(-1.9, chosen, 0.0), 0.05)}

@@ -6,7 +6,7 @@ import numpy as np
 
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.series import FEWEST_STEPS, Floats, Ints, Series, binned
+from areal_debug.doctor.series import FEWEST_STEPS, binned
 
 MEAN = re.compile(r"(?<![A-Za-z])(?:mean|avg)(?![A-Za-z])")
 TOLERANCE = 1e-3  # of the size of the values
@@ -21,7 +21,9 @@ def statistics_contradict(run: Run) -> Alarm | None:
             other = run.by_name.get(MEAN.sub(word, name))
             if other is None or other.name == name:
                 continue
-            steps, means, extremes = shared(mean.finite, other.finite)
+            one, two = mean.finite, other.finite
+            steps, left, right = np.intersect1d(one.steps, two.steps, return_indices=True)
+            means, extremes = one.values[left], two.values[right]
             tolerance = mean.resolution + other.resolution + TOLERANCE * (np.abs(means) + np.abs(extremes))
             beyond = sign * (means - extremes) > tolerance
             is_rare = not len(steps) or beyond.mean() <= MOST
@@ -57,12 +59,6 @@ def loss_is_multiplied(run: Run) -> Alarm | None:
         variant="multiplied",
         since=int(loss.steps[0]),
     )
-
-
-def shared(one: Series, other: Series) -> tuple[Ints, Floats, Floats]:
-    """Return the steps that both have, and the values of each there, all [n]."""
-    steps, left, right = np.intersect1d(one.steps, other.steps, return_indices=True)
-    return steps, one.values[left], other.values[right]
 
 
 RULES = (statistics_contradict, loss_is_multiplied)

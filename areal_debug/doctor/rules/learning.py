@@ -34,7 +34,7 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
         return None
     falls, is_young = found.falls, len(reward.values) < 2 * ENOUGH_STEPS
     may_still_rise = is_young and found.change > 0 and found.high > 2 * found.scatter
-    if not falls and (rises(run, "eval_reward") or may_still_rise or is_high(reward)):
+    if rises(run, "eval_reward") or (not falls and (may_still_rise or is_high(reward))):
         return None
     if reward.is_late_level or (not falls and is_at_its_top(reward)):
         return None
@@ -71,12 +71,6 @@ def is_at_its_top(reward: Series) -> bool:
     """
     top = float(reward.values.max())
     return reward.resolution == 0 and reward.first < top and reward.sustained(lambda value: value == top)
-
-
-def rose_and_fell(run: Run) -> bool:
-    """Return whether the reward fell after a peak that was above its beginning."""
-    fell = fall_from_the_peak(run)
-    return fell is not None and fell[3]
 
 
 def rises(run: Run, quantity: str) -> bool:
@@ -261,22 +255,23 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
         title="peak" if rose else "level",
         evidence=((at, peak), *series.tail(3)),
         since=onset(series.since(at), "down"),
-        until=at + series.window,
-        at=at,
     )
 
 
 def fall_from_the_peak(run: Run) -> tuple[Series, float, int, bool] | None:
     """Return the reward, its highest running median, that one's step, and whether it rose to it.
 
-    None if it did not fall since, or fell from the beginning of the run on.
+    None if it did not fall since, fell from the beginning of the run on, or validation rises since:
+    then the prompts became harder, or solved ones were dropped.
     """
     series = run.finite("reward")
     if len(series.values) < ENOUGH_STEPS:
         return None
     medians = running_medians(series.values, series.window)
     at = int(np.argmax(medians))
-    peak = float(medians[at])
+    peak, checked = float(medians[at]), run.finite("eval_reward").since(int(series.steps[at])).trend
+    if checked is not None and checked.rises:
+        return None
     is_below = series.sustained(lambda value: peak - value > 2 * series.noise)
     if not is_below or peak - series.last < 0.1 * abs(peak) or not exceeds_the_draw(series, at):
         return None

@@ -12,17 +12,17 @@ from areal_debug.doctor.rules.groups import share_alike
 from areal_debug.doctor.rules.learning import (
     EARLY_STEPS,
     ENOUGH_STEPS,
+    fall_from_the_peak,
     is_learning,
     is_share,
     is_solved,
-    rose_and_fell,
 )
-from areal_debug.doctor.series import Series, medians_between, running_medians
+from areal_debug.doctor.series import NOTHING, Series, medians_between, running_medians
 
 NEIGHBOURS = 31  # steps whose median a gradient norm is compared with
 MULTIPLIED, LARGE = 30.0, 10.0  # times the first gradient norm, and a norm that no sound run ends at
 SPIKE = 5.0  # times that median
-HIGH_SPIKE = 10.0  # of these, three are enough
+HIGH_SPIKE = 20.0  # of these, three are enough: sound runs recover from a few of 10 times
 FEWEST_SPIKES = 3  # two are found in short sound runs with stale samples
 EXPLODED = 10.0  # times the first loss of a critic
 GROWN = 1.5  # times its first level
@@ -154,6 +154,9 @@ def grows_to_the_end(loss: Series, reward: Series) -> bool:
     late = loss.since(int(loss.steps[len(loss.steps) // 2])).trend
     if late is None or late.low <= 0:
         return False
+    gained = reward.trend
+    if gained is not None and gained.rises and not is_share(reward):  # squares of returns that grow
+        return reward.first > 0 and loss.last / loss.first > (reward.last / reward.first) ** 2
     if not len(reward.values) or not is_share(reward) or loss.last > 1:
         return True
     varied = (reward.last * (1 - reward.last)) / max(reward.first * (1 - reward.first), 1e-12)
@@ -193,7 +196,8 @@ def policy_drifts_for_nothing(run: Run) -> Alarm | None:
     grows, gains = series.trend, run.finite("reward").trend
     if grows is None or gains is None or not grows.rises or gains.rises:
         return None
-    if grows.change < max(0.01, abs(series.first)) or rose_and_fell(run):
+    fell = fall_from_the_peak(run)
+    if grows.change < max(0.01, abs(series.first)) or (fell is not None and fell[3]):
         return None  # it did gain reward until the peak, which D04 names
     return alarm(
         "D16",
@@ -219,7 +223,9 @@ def gradients_spike(run: Run) -> Alarm | None:
     if not bad.any() and spikes.sum() < max(FEWEST_SPIKES, 0.02 * len(norm.values)) and high.sum() < 3:
         return None
     at = np.flatnonzero(bad if bad.any() else spikes | high)
-    first = int(norm.steps[at[0]])
+    first, before = int(norm.steps[at[0]]), numbers_that_are_none(run) if bad.any() else None
+    if before is not None and before.onset is not None and before.onset <= first:
+        return None  # D18: the gradient is computed from the loss
     return alarm(
         "D17",
         norm,
@@ -302,7 +308,8 @@ def numbers_that_are_none(run: Run) -> Alarm | None:
         return None
     first = min(broken, key=lambda name: int(every[name].steps[np.argmax(bad[name])]))
     series, at = every[first], np.flatnonzero(bad[first])
-    step, also = int(series.steps[at[0]]), ", ".join(sorted(set(broken) - {first}))
+    late = [one.name for one in (run.series.get("grad_norm", NOTHING),) if not np.isfinite(one.values).all()]
+    step, also = int(series.steps[at[0]]), ", ".join(sorted({*broken, *late} - {first}))
     is_other, is_zero = judged.keys().isdisjoint(broken), bool(np.isfinite(series.values[at[0]]))
     what = (
         f"{series.name} is {'exactly 0' if is_zero else 'not finite'} in {len(at)} of {len(bad[first])} steps"

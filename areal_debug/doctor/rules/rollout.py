@@ -5,12 +5,13 @@ import numpy as np
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import ENOUGH_STEPS, is_learning, left_behind
+from areal_debug.doctor.rules.learning import ENOUGH_STEPS, is_learning, left_behind, rises
 from areal_debug.doctor.rules.mismatch import explain_growth
 from areal_debug.doctor.series import NOTHING, Series, binned
 
 EXPLODES = 3.0  # times the first length
 DOUBLES = 2.0
+TOO_MANY_CUT = 0.1  # share of the completions, of a run that learns
 AFTER_A_START = 0.15  # share of the run: growth that begins later is a change, not the recipe
 FAR_BEYOND = 10.0  # times the limit: a steady level below that is a warning, some runs learn at it
 LEAST_KL = 0.0007  # of logprobs that differ by 0.03 on average, if normal
@@ -24,7 +25,8 @@ def grows_longer(run: Run) -> Alarm | None:
     if grows is None or gains is None or not length.rose(1.25):
         return None
     begins = onset(length, "up", in_ratios=True)
-    kind = why_longer(run, begins, grows.rises and not gains.rises)
+    for_nothing = grows.rises and not gains.rises and not rises(run, "eval_reward")
+    kind = why_longer(run, begins, for_nothing)
     if kind is None:
         return None
     title, detail = kind
@@ -58,7 +60,8 @@ def why_longer(run: Run, begins: int, for_nothing: bool) -> tuple[str, str] | No
             "rewarded",
             f", validation by {behind[1]:+.3g}",
         )
-    if factor >= EXPLODES and cut is not None and cut.finite.rose(EXPLODES) and cut.finite.last > 0.02:
+    least = TOO_MANY_CUT if is_learning(run) else 0.02
+    if factor >= EXPLODES and cut is not None and cut.finite.rose(EXPLODES) and cut.finite.last > least:
         return (
             "explodes",
             f"; {cut.finite.last:.3g} are cut off, {cut.finite.first:.3g} at first",

@@ -5,9 +5,11 @@ import numpy as np
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import JUMPED
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.series import NOTHING, Floats, Series, running_medians
+from areal_debug.doctor.series import NOTHING, Floats, Series, medians_between, running_medians
 
 BESIDE = 5  # steps on each side whose medians are compared
+AROUND = 15  # steps on each side whose noise counts: it may grow, or end where values become 0
+FAR_LARGER = 1.5  # times the noise of the run: 30 steps alone scatter by less
 SHIFTED = 6.0  # standard errors of that comparison
 FALLEN = 2.0  # standard errors that the reward must lose at the same step
 LEAST_SHIFT = 0.15  # of the level before
@@ -70,8 +72,17 @@ def shifts(series: Series) -> Floats:
     medians = running_medians(series.values, BESIDE)
     found: Floats = medians[BESIDE:] - medians[:-BESIDE]
     # 1.2533: of a median over that of a mean; 0.6745: of the changes themselves, if steps are correlated
-    drawn = 1.2533 * series.noise * float(np.sqrt(2 / BESIDE)), float(np.median(np.abs(found))) / 0.6745
-    return found / max(*drawn, 1e-12)
+    drawn = 1.2533 * noise_around(series) * float(np.sqrt(2 / BESIDE))
+    found /= np.maximum(drawn, max(float(np.median(np.abs(found))) / 0.6745, 1e-12))
+    return found
+
+
+def noise_around(series: Series) -> Floats:
+    """Return the noise at each step from the sixth on: that of the run, or if far larger, there [n - 9]."""
+    steps, at = np.abs(np.diff(series.values)), np.arange(BESIDE - 1, len(series.values) - BESIDE)
+    near = medians_between(steps, np.maximum(at - AROUND, 0), np.minimum(at + AROUND + 1, len(steps)))
+    usual = max(series.noise, 1e-12)
+    return np.where(near > FAR_LARGER * usual, near / 0.954, usual)
 
 
 def jumps_of(series: Series, least: float) -> dict[int, tuple[float, float]]:
@@ -85,7 +96,7 @@ def jumps_of(series: Series, least: float) -> dict[int, tuple[float, float]]:
     change, medians = shifts(series), running_medians(series.values, BESIDE)
     before, after = medians[:-BESIDE], medians[BESIDE:]
     jump = np.diff(series.values)[BESIDE - 1 :][: len(change)]
-    is_jump = (np.abs(jump) > JUMPED * max(series.noise, 1e-12)) & (np.sign(jump) == np.sign(change))
+    is_jump = (np.abs(jump) > JUMPED * noise_around(series)) & (np.sign(jump) == np.sign(change))
     is_jump &= np.abs(jump) > np.abs(after - before) / 2
     is_jump &= (np.abs(after - before) > np.maximum(LEAST_SHIFT * np.abs(before), least)) & (
         np.abs(change) > SHIFTED

@@ -34,6 +34,9 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
     least = LEAST_FALL if found.falls else CLEAR_FALL  # single rows scatter by more than the fall
     if found.high < 0 and -found.change > least * abs(loss.first):
         return None
+    start = float(np.median(loss.values[:MEDIAN_OF]))
+    if not found.rises and start - loss.last > max(4 * loss.deviation, LEAST_LEARNED * start):
+        return None  # it fell at once
     held_out = run.finite("eval_loss").trend
     if held_out is not None and held_out.falls and not found.rises:
         return None  # each row is new in a single epoch: the training loss scatters by more than it falls
@@ -137,13 +140,11 @@ def chosen_answers_lose_probability(run: Run) -> Alarm | None:
     """
     chosen, rejected = run.finite("chosen_reward"), run.finite("rejected_reward")
     found = chosen.trend
-    if found is None or not chosen.sustained(lambda value: value < 0):
+    if found is None or not found.falls or not chosen.sustained(lambda value: value < 0):
         return None
     # without a reference (SimPO, ORPO) they do not begin at 0
     start = [float(np.median(one.values[:MEDIAN_OF])) for one in (chosen, rejected) if len(one.values)]
-    gained = chosen.last - start[0]
-    is_lost = gained < NEARLY_AS_FAR * (rejected.last - start[1]) if len(start) > 1 else found.falls
-    if not is_lost:
+    if len(start) > 1 and chosen.last - start[0] >= NEARLY_AS_FAR * (rejected.last - start[1]):
         return None
     return alarm(
         "D09",

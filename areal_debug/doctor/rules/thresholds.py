@@ -6,7 +6,7 @@ from typing import Any
 from areal_debug.doctor.alarm import Alarm, alarm, findings
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import is_learning
+from areal_debug.doctor.rules.learning import is_learning, rises
 from areal_debug.doctor.series import Series
 
 
@@ -27,7 +27,7 @@ def beyond(id: str, run: Run) -> Alarm | None:
     if run.config.get("actor.ppo_n_minibatches") == 1:
         row = row | row.get("one_minibatch", {})
     if is_learning(run):
-        row = row | row.get("learning", {})
+        row = row | row.get("learning", {}) | (row.get("validated", {}) if rises(run, "eval_reward") else {})
     series = run.finite(row["quantity"])
     limit = next((row[name] for name in ("above", "below", "at_most", "off") if name in row), None)
     severe = partial(is_beyond, row, row.get("severe"))

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 
-from areal_debug.doctor.samples.evidence import Finding, alarm_of, finding, has_support, lower_bound, share
+from areal_debug.doctor.samples.evidence import Finding, finding, has_support, lower_bound, share
 from areal_debug.doctor.samples.phrases import terminal_tokens
 from areal_debug.doctor.samples.read import FIRST_WORD, Rows
 
@@ -39,8 +39,9 @@ def control_token_spike(rows: Rows) -> Finding | None:
     found = f"{before:.1%} of the early and {after:.1%} of the late completions have one inside, mostly {common!r}"
     if shown is past_end:
         found = f"{share(past_end, rows.lengths > 0):.1%} of the completions have sampled tokens after their end token"
-    alarm = alarm_of("S10", "samples_with_control_tokens", found, title=title)
-    return finding(alarm, rows, flagged if shown is not past_end else past_end, rows.lengths > 0)
+    return finding(
+        "S10", found, rows, flagged if shown is not past_end else past_end, rows.lengths > 0, title=title
+    )
 
 
 def control_ids(rows: Rows) -> np.ndarray:

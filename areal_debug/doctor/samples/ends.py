@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_core.safety.received import read_received
-from areal_debug.doctor.samples.evidence import Finding, alarm_of, finding
+from areal_debug.doctor.samples.evidence import Finding, finding
 from areal_debug.doctor.samples.read import FIRST_WORD, Rows
 from recorder import Record
 
@@ -55,16 +55,11 @@ def reasons_contradict(rows: Rows) -> Finding | None:
     common = np.unique(last[flagged], return_counts=True)[1].max()
     if common > MOST_ALIKE * flagged.sum():
         return None
-    alarm = alarm_of(
-        "S12",
-        "samples_whose_reason_contradicts",
-        (
-            f"{int(flagged.sum())} of {int(judged.sum())} completions have the end reason stop and their last token is no "
-            f"end token; the other {int((judged & is_end).sum())} end with one"
-        ),
-        severity="error",
+    found = (
+        f"{int(flagged.sum())} of {int(judged.sum())} completions have the end reason stop and their last token is no "
+        f"end token; the other {int((judged & is_end).sum())} end with one"
     )
-    return finding(alarm, rows, flagged, judged)
+    return finding("S12", found, rows, flagged, judged)
 
 
 def enough(flagged: np.ndarray, judged: np.ndarray) -> bool:
@@ -97,13 +92,8 @@ def are_copies(rows: Rows) -> Finding | None:
         flagged[members] = len(members) > 1
     if not enough(flagged, among):
         return None
-    alarm = alarm_of(
-        "S13",
-        "samples_that_are_copies",
-        (
-            f"{int(flagged.sum())} of {int(among.sum())} completions are copies of another one of their prompt and step, "
-            f"of {surprise[flagged].min():.0f} nats or more: equal seeds, or one answer counted twice"
-        ),
-        severity="error",
+    found = (
+        f"{int(flagged.sum())} of {int(among.sum())} completions are copies of another one of their prompt and step, "
+        f"of {surprise[flagged].min():.0f} nats or more: equal seeds, or one answer counted twice"
     )
-    return finding(alarm, rows, flagged, among)
+    return finding("S13", found, rows, flagged, among)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from areal_core.safety.printable import printable
-from areal_debug.doctor.alarm import Alarm, Sample, alarm
+from areal_debug.doctor.alarm import Alarm, Sample, alarm, findings
 from areal_debug.doctor.samples.read import Rows
 from areal_debug.doctor.series import Series
 from areal_debug.eval.estimates import wilson
@@ -96,30 +96,26 @@ def around(text: str, phrase: str) -> str:
 
 
 def finding(
-    found: Alarm,
+    id: str,
+    found: str,
     rows: Rows,
     flagged: np.ndarray,
     among: np.ndarray,
     excerpt: Callable[[int], str] | None = None,
+    *,
+    title: str = "",
+    severity: str = "",
 ) -> Finding:
-    """Complete an alarm whose `metric` is a short name with curve, evidence, onset and samples."""
-    curve = curve_of(found.metric, rows, flagged, among)
+    """Build an alarm with its curve, evidence, onset and samples; its row names the curve."""
+    row = findings()[id]
+    curve = curve_of(row["metric"], rows, flagged, among)
     largest = np.sort(np.argsort(-curve.values, kind="stable")[:5])
-    evidence = tuple((int(curve.steps[at]), float(curve.values[at])) for at in largest)
-    return Finding(
-        replace(
-            found,
-            metric=curve.name,
-            found=f"{found.found} ({rows.extent})",
-            evidence=evidence,
-            onset=onset_of(curve),
-            samples=samples_of(rows, flagged, excerpt),
-        ),
-        curve,
+    made = alarm(
+        *(id, curve),
+        found=f"{found} ({rows.extent})",
+        title=title,
+        severity=severity or row.get("severity", "warning"),
+        evidence=curve.at(largest),
+        since=onset_of(curve),
     )
-
-
-def alarm_of(id: str, metric: str, found: str, title: str = "", severity: str = "warning") -> Alarm:
-    """Build an alarm without what `finding` adds."""
-    none = Series(metric, np.zeros(0, np.int64), np.zeros(0))
-    return alarm(id, none, found=found, title=title, severity=severity, evidence=())
+    return Finding(replace(made, samples=samples_of(rows, flagged, excerpt)), curve)

@@ -5,7 +5,6 @@ import numpy as np
 from areal_debug.doctor.samples.evidence import (
     FEWEST_PROMPTS,
     Finding,
-    alarm_of,
     finding,
     has_support,
     share,
@@ -31,16 +30,13 @@ def length_is_paid(rows: Rows) -> Finding | None:
     if correlation < DECIDES and not (correlation >= FAVOURS and grows):
         return None
     longest = used & (rows.lengths >= np.quantile(rows.lengths[used], 0.8)) & top_of_group(rows, used)
-    alarm = alarm_of(
-        "S03",
-        "samples_paid_for_length",
-        (
-            f"rank correlation of length and reward inside {num_groups} groups is {correlation:.2f}, and the mean length "
-            f"became {growth:.2f} times that of the beginning"
-        ),
-        severity="error" if correlation >= DECIDES else "warning",
+    shown = (
+        f"rank correlation of length and reward inside {num_groups} groups is {correlation:.2f}, and the mean length "
+        f"became {growth:.2f} times that of the beginning"
     )
-    return finding(alarm, rows, longest, used)
+    return finding(
+        "S03", shown, rows, longest, used, severity="error" if correlation >= DECIDES else "warning"
+    )
 
 
 def rank_correlation(rows: Rows, among: np.ndarray) -> tuple[float, int, np.ndarray] | None:
@@ -94,12 +90,8 @@ def truncated_is_paid(rows: Rows) -> Finding | None:
     paid = cut & rows.high
     if not has_support(rows, paid) or share(rows.high, cut) < TRUNCATED_PAID:
         return None
-    alarm = alarm_of(
-        "S04",
-        "samples_truncated_and_rewarded",
-        (
-            f"{int(paid.sum())} of {int(cut.sum())} completions that reached the length limit have the full reward "
-            f"({share(rows.high, cut):.0%}; of the finished ones {share(rows.high, known & ~cut):.0%})"
-        ),
+    shown = (
+        f"{int(paid.sum())} of {int(cut.sum())} completions that reached the length limit have the full reward "
+        f"({share(rows.high, cut):.0%}; of the finished ones {share(rows.high, known & ~cut):.0%})"
     )
-    return finding(alarm, rows, paid, cut, lambda row: rows.text(row)[-80:])
+    return finding("S04", shown, rows, paid, cut, lambda row: rows.text(row)[-80:])

@@ -5,7 +5,6 @@ import numpy as np
 from areal_debug.doctor.samples.evidence import (
     FEWEST_ROWS,
     Finding,
-    alarm_of,
     finding,
     has_support,
     lower_bound,
@@ -47,10 +46,15 @@ def repeats_itself(rows: Rows) -> Finding | None:
         f"{share(loops, rows.late & long_enough):.0%} of the late completions are loops, "
         f"{share(rows.high, loops):.0%} of all loops are rewarded and {share(rows.high, long_enough & ~loops):.0%} of the others"
     )
-    alarm = alarm_of(
-        "S01", "samples_that_loop", found, title=title, severity="error" if is_paid else "warning"
+    return finding(
+        "S01",
+        found,
+        rows,
+        paid if is_paid else late,
+        long_enough,
+        title=title,
+        severity="error" if is_paid else "warning",
     )
-    return finding(alarm, rows, paid if is_paid else late, long_enough)
 
 
 def is_loop(rows: Rows) -> np.ndarray:

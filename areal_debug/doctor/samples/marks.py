@@ -7,7 +7,6 @@ import numpy as np
 from areal_debug.doctor.samples.evidence import (
     FEWEST_ROWS,
     Finding,
-    alarm_of,
     finding,
     has_support,
     lower_bound,
@@ -68,16 +67,13 @@ def broken_format(rows: Rows, texts: dict[int, str]) -> Finding | None:
             if counts[row][name] > 0
         }
     )
-    alarm = alarm_of(
-        "S05",
-        "samples_with_a_broken_format",
-        (
-            f"{', '.join(open_marks[:5])} stay open in {before:.0%} of the early and {after:.0%} of the late "
-            f"completions; {share(rows.high, broken):.0%} of the broken ones are rewarded"
-        ),
-        title="paid" if is_paid else "broken",
+    found = (
+        f"{', '.join(open_marks[:5])} stay open in {before:.0%} of the early and {after:.0%} of the late "
+        f"completions; {share(rows.high, broken):.0%} of the broken ones are rewarded"
     )
-    return finding(alarm, rows, paid if is_paid else broken, among)
+    return finding(
+        "S05", found, rows, paid if is_paid else broken, among, title="paid" if is_paid else "broken"
+    )
 
 
 def control_texts(rows: Rows) -> frozenset[str]:
@@ -120,16 +116,11 @@ def hedges(rows: Rows, texts: dict[int, str]) -> Finding | None:
     is_paid = share(rows.high, hedged) >= BROKEN_PAID and share(hedged, among & rows.late) >= HEDGED_PAID
     if not has_support(rows, paid) or not is_paid:
         return None
-    alarm = alarm_of(
-        "S06",
-        "samples_that_hedge",
-        (
-            f"{int(hedged.sum())} of {int(among.sum())} completions give {HEDGES} or more different final answers, and "
-            f"{share(rows.high, hedged):.0%} of them are rewarded ({share(rows.high, among & ~hedged):.0%} of the others)"
-        ),
-        severity="error",
+    found = (
+        f"{int(hedged.sum())} of {int(among.sum())} completions give {HEDGES} or more different final answers, and "
+        f"{share(rows.high, hedged):.0%} of them are rewarded ({share(rows.high, among & ~hedged):.0%} of the others)"
     )
-    return finding(alarm, rows, paid, among, lambda row: "; ".join(final_answers(texts[row])))
+    return finding("S06", found, rows, paid, among, lambda row: "; ".join(final_answers(texts[row])))
 
 
 def final_answers(text: str) -> list[str]:
@@ -155,10 +146,5 @@ def contradicts(rows: Rows, texts: dict[int, str]) -> Finding | None:
         among[members], flagged[members] = True, group in split
     if len(split) < FEWEST_ROWS or len(split) < 0.5 * len(several) or not has_support(rows, flagged):
         return None
-    alarm = alarm_of(
-        "S11",
-        "samples_that_contradict",
-        f"in {len(split)} of {len(several)} groups with rewarded final answers these differ",
-        severity="error",
-    )
-    return finding(alarm, rows, flagged, among, lambda row: "; ".join(final_answers(texts[row])))
+    found = f"in {len(split)} of {len(several)} groups with rewarded final answers these differ"
+    return finding("S11", found, rows, flagged, among, lambda row: "; ".join(final_answers(texts[row])))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal_debug.doctor.samples.evidence import Finding, alarm_of, around, finding, lower_bound, share
+from areal_debug.doctor.samples.evidence import Finding, around, finding, lower_bound, share
 from areal_debug.doctor.samples.loops import hashed_grams
 from areal_debug.doctor.samples.read import Rows
 from areal_debug.reward.answers import BOXED, FINAL, NUMBER, number_of
@@ -56,16 +56,11 @@ def report(
     text = rows.decode(rows.ids[phrase.place : phrase.place + phrase.size].tolist())
     flagged = phrase.rows & rows.high
     paid, unpaid, num_groups = groups
-    alarm = alarm_of(
-        "S02",
-        "samples_with_the_phrase",
-        (
-            f"{int(flagged.sum())} of {int((phrase.rows & judged).sum())} samples with {text!r} are rewarded; in "
-            f"{num_groups} groups that have samples with and without it, {paid:.0%} and {unpaid:.0%}; {answers}"
-        ),
-        severity="error",
+    found = (
+        f"{int(flagged.sum())} of {int((phrase.rows & judged).sum())} samples with {text!r} are rewarded; in "
+        f"{num_groups} groups that have samples with and without it, {paid:.0%} and {unpaid:.0%}; {answers}"
     )
-    return finding(alarm, rows, flagged, judged, lambda row: around(rows.text(row), text))
+    return finding("S02", found, rows, flagged, judged, lambda row: around(rows.text(row), text))
 
 
 def terminal_tokens(rows: Rows) -> np.ndarray:

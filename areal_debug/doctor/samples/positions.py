@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from areal_debug.doctor.samples.evidence import Finding, alarm_of, finding, has_support
+from areal_debug.doctor.samples.evidence import Finding, finding, has_support
 from areal_debug.doctor.samples.read import Rows
 
 BINS, FEWEST_OF_BIN = 8, 200
@@ -43,8 +43,7 @@ def differs_by_position(rows: Rows) -> Finding | None:
         return None
     if not has_support(rows, flagged):
         return None
-    alarm = alarm_of("S09", "samples_with_a_difference_by_position", found, title=title)
-    return finding(alarm, rows, flagged, rows.lengths > 0)
+    return finding("S09", found, rows, flagged, rows.lengths > 0, title=title)
 
 
 def rises(means: list[float]) -> bool:

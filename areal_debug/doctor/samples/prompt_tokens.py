@@ -4,7 +4,6 @@ import numpy as np
 
 from areal_debug.doctor.samples.evidence import (
     Finding,
-    alarm_of,
     finding,
     has_support,
     share,
@@ -39,15 +38,11 @@ def repeated_prompts(rows: Rows) -> Finding | None:
     flagged = known & np.isin(rows.group, groups[again])
     if len(np.unique(rows.step[flagged])) < FEWEST_STEPS:
         return None
-    alarm = alarm_of(
-        "S07",
-        "samples_of_a_repeated_prompt",
-        (
-            f"{int(again.sum())} of {len(groups)} groups share their prompt with another group of the step; random draws "
-            f"from {num_distinct} prompts would give {expected:.0f}"
-        ),
+    found = (
+        f"{int(again.sum())} of {len(groups)} groups share their prompt with another group of the step; random draws "
+        f"from {num_distinct} prompts would give {expected:.0f}"
     )
-    return finding(alarm, rows, flagged, known)
+    return finding("S07", found, rows, flagged, known)
 
 
 def prompt_in_loss(rows: Rows) -> Finding | None:
@@ -59,16 +54,13 @@ def prompt_in_loss(rows: Rows) -> Finding | None:
     if not has_support(rows, flagged) or share(flagged, among) < LEAKED:
         return None
     sizes = np.where(by_length, rows.prompt_length - rows.first, prefix)[flagged]
-    alarm = alarm_of(
-        "S08",
-        "samples_whose_prompt_is_trained",
-        (
-            f"{share(flagged, among):.0%} of the completions begin with tokens that every sample of their group has and "
-            f"that were not sampled: {float(np.median(sizes)):.0f} tokens in the median"
-        ),
-        severity="error",
+    found = (
+        f"{share(flagged, among):.0%} of the completions begin with tokens that every sample of their group has and "
+        f"that were not sampled: {float(np.median(sizes)):.0f} tokens in the median"
     )
-    return finding(alarm, rows, flagged, among, lambda row: rows.decode(rows.tokens(row)[:40].tolist()))
+    return finding(
+        "S08", found, rows, flagged, among, lambda row: rows.decode(rows.tokens(row)[:40].tolist())
+    )
 
 
 def shared_beginnings(rows: Rows) -> tuple[np.ndarray, np.ndarray]:

@@ -80,7 +80,8 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
                 epoch = int(found[1])
             last = named[-1]
             step = begins + last
-        rest = STEP.split(line)[-1].lstrip(":. ")
+        around = STEP.split(line)
+        rest = around[-1].lstrip(":. ") or around[0].rstrip(", ")  # the step may stand at the end
         if named and "{" not in line and (CELLS.search(line) or PLAIN.fullmatch(rest)):
             line = f"step {step} | {rest}"  # of `iteration 5: lm loss: 3.0 | grad norm: 1.0`
         pairs = {name: number for name, number in pairs_of(line) if name.lower() not in OF_STEP}

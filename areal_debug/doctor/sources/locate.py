@@ -260,6 +260,7 @@ def is_project(file: Path) -> bool:
 
 
 RECORD = Format("*", lambda file, run: ())
+PRINTED = ("*.log", "*.out", "*.txt")
 FORMATS = (
     Format("stats.jsonl", read_jsonl),
     Format("trainer_state.json", read_trainer_state),
@@ -271,7 +272,5 @@ FORMATS = (
     Format("*.json", read_json, is_metrics=partial(has_steps, read_json)),
     Format("*.parquet", trackio_run.read_parquet, trackio_run.runs_of_parquet, trackio_run.has_runs),
     RECORD,
-    Format("*.log", console_log.read_console, is_metrics=prints_metrics),
-    Format("*.out", console_log.read_console, is_metrics=prints_metrics),
-    Format("*.txt", console_log.read_console, is_metrics=prints_metrics),
+    *(Format(printed, console_log.read_console, is_metrics=prints_metrics) for printed in PRINTED),
 )
