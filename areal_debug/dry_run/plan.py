@@ -142,10 +142,13 @@ def refuse_missing_files(config: AnyConfig) -> None:
 
     `name` and `owner/name` may be names of a hub.
     """
+    missing = []
     for option, path in sources_of(config).items():
         is_local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).suffix in DATA_FILES
         if is_local and not Path(path).expanduser().exists():
-            raise ConfigError(f"{option}: {path} does not exist: give a file or folder of this machine")
+            missing.append(f"{option}: {path} does not exist: give a file or folder of this machine")
+    if missing:
+        raise ConfigError("\n".join(missing))
 
 
 def unchecked(config: AnyConfig) -> Iterator[str]:

@@ -157,20 +157,23 @@ def check_imports(script: Path) -> None:
 
 
 def check_model_folders(config: PPOConfig) -> None:
-    """Raise ConfigError for a model that is not in a folder which is here: no name on the hub."""
+    """Raise ConfigError for models that are not in a folder which is here: no name on the hub."""
     from areal_debug.serve.start import CannotServe, checked_model
 
     models = {name: getattr(config, name, None) for name in ALL}
-    paths = {f"{name}.path": model.path for name, model in models.items() if model is not None}
+    paths, problems = {f"{name}.path": model.path for name, model in models.items() if model is not None}, []
     for option, path in (paths | {"tokenizer_path": config.tokenizer_path}).items():
         try:
             found = checked_model(path, needs="") if path else "."
         except CannotServe as error:
-            raise ConfigError(f"{option}: {error}") from None
+            problems.append(f"{option}: {error}")
+            continue
         if not Path(found).is_dir():
             logger.warning(
                 "there is no folder %s here: %s would be taken from the hub", masker().text(str(path)), option
             )
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def check_reward_functions(script: Path, columns: Collection[str] = ()) -> None:

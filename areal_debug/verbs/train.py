@@ -167,6 +167,7 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the libraries are imported, which read it once
     from dataclasses import asdict
 
+    from areal_core.errors import ConfigError
     from areal_core.safety.secrets import masker
     from areal_debug.dry_run.plan import columns_of, plan_run
     from areal_debug.dry_run.report import report_of
@@ -179,17 +180,27 @@ def print_plan(script: Path, arguments: list[str], as_json: bool) -> int:
         load_options,
     )
 
-    try:
-        check_imports(script)
-        config, config_file, notes = load_options(arguments, script)
-        check_model_folders(config)
-        run = plan_run(script, config_file, config, notes)
-        check_reward_functions(script, columns_of(config))
-        check_record(config)
-    except ValueError as error:
+    problems: dict[str, str] = {}  # by the option that they begin with
+
+    def checked(check: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return check(*given)
+        except ValueError as error:
+            for line in str(error).splitlines():
+                problems.setdefault(line.partition(": ")[0], line)
+
+    checked(check_imports, script)
+    config, config_file, notes = checked(load_options, arguments, script) or (None, "", [])
+    if config is not None:
+        checked(check_model_folders, config)
+        run = checked(plan_run, script, config_file, config, notes)
+        is_readable = "train_dataset.path" not in problems
+        checked(check_reward_functions, script, (is_readable and checked(columns_of, config)) or ())
+        checked(check_record, config)
+    if problems:
         if not as_json:
-            raise
-        print_json({"would_run": False, "problems": str(error).splitlines()})
+            raise ConfigError("\n".join(problems.values()))
+        print_json({"would_run": False, "problems": list(problems.values())})
         return 2
     print_answer(masker().tree({"would_run": True, **asdict(run)}), report_of(run), as_json)
     return 0

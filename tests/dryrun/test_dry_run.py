@@ -259,8 +259,11 @@ def test_a_model_that_is_not_in_its_folder_is_refused_and_a_name_on_the_hub_is_n
         ],
     )
     monkeypatch.chdir(tmp_path)
-    code, found = dry_run(TINY, *given[:2], f"{option}=modle")  # no model of the hub lacks an owner
-    assert (code, f"{option}: there is no model at modle" in found["problems"][0]) == (2, True)
+    # no model of the hub lacks an owner
+    code, found = dry_run(TINY, *given[:2], f"{option}=modle", "train_dataset.path=rows.jsonl")
+    assert (code, len(found["problems"])) == (2, 2)
+    assert f"{option}: there is no model at modle" in found["problems"][0]
+    assert "train_dataset.path: rows.jsonl does not exist" in found["problems"][1]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, found = dry_run(TINY, *given[:2], "~device", f"{option}=owner/model")
     assert (code, found["processes"][-1]["where"]) == (0, "CPU of this machine, where no GPU is found")
