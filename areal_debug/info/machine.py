@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_core.safety.secrets import masker, names_secret
+from recorder.environment import cpu_model
 
 GPU_TIMEOUT_S = 10.0  # nvidia-smi does not return while a driver hangs
 GPU_FIELDS = "name,memory.total,driver_version"
@@ -65,7 +66,8 @@ def read_machine() -> Machine:
     """Read the facts; none of them needs root or a library."""
     gpus, gpu_problem = read_gpus()
     places = {"current folder": ".", "/dev/shm": "/dev/shm"}
-    disks = [Disk(name, *usage_of(place)) for name, place in places.items() if os.path.isdir(place)]
+    usages = {name: shutil.disk_usage(place) for name, place in places.items() if os.path.isdir(place)}
+    disks = [Disk(name, usage.total, usage.free) for name, usage in usages.items()]
     return Machine(
         system=platform.platform(),
         cpu=cpu_model(),
@@ -95,21 +97,6 @@ def read_gpus() -> tuple[tuple[str, ...], str | None]:
     if done.returncode != 0:
         return (), f"nvidia-smi fails with code {done.returncode}: {(done.stdout + done.stderr).strip()}"
     return tuple(", ".join(map(str.strip, line.split(","))) for line in done.stdout.splitlines()), None
-
-
-def usage_of(place: str) -> tuple[int, int]:
-    """Total and free bytes of the file system of a folder."""
-    usage = shutil.disk_usage(place)
-    return usage.total, usage.free
-
-
-def cpu_model() -> str:
-    """The processor's name as reported by Linux, else the architecture."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def memory_limit() -> int | None:

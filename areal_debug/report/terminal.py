@@ -51,7 +51,8 @@ def print_block(out: Console, block: Block) -> None:
         case Table() if block.only != "page":
             out.print(table_of(block))
         case Curve():
-            print_curve(out, block)
+            label, line = f"{block.label:<{CURVE_WIDTH}}", sparkline(block.values)
+            out.print(styled("{}{}  [dim]{}[/dim]", label, line, block.ends))
         case Finding():
             print_finding(out, block)
         case Picture() | Table():
@@ -74,11 +75,6 @@ def print_rows(out: Console, rows: Sequence[Row], indent: str) -> None:
     for row in rows:
         label = styled(f"{indent}[dim]{{:<{width}}}[/dim] ", row.label)
         out.print(label.append_text(one_line(row.text, STYLES[row.level])))
-
-
-def print_curve(out: Console, curve: Curve) -> None:
-    label = f"{curve.label:<{CURVE_WIDTH}}"
-    out.print(styled("{}{}  [dim]{}[/dim]", label, sparkline(curve.values), curve.ends))
 
 
 def table_of(table: Table) -> RichTable:
