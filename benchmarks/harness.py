@@ -14,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 MARK = "@peer "
+Seconds = tuple[float, float]  # of the wall clock, and of the CPU
 
 
 class SomeOf(list[str]):
@@ -92,6 +93,13 @@ def best_in_turn(works: Mapping[str, Callable[[], object]], repeats: int) -> dic
 def spread(values: Iterable[float]) -> tuple[float, float, float]:
     found = list(values)
     return statistics.median(found), min(found), max(found)
+
+
+def say(title: str, pairs: list[tuple[Seconds, Seconds]]) -> None:
+    """Print the ratios of the first to the second."""
+    for clock, name in enumerate(("wall time", "CPU time")):
+        middle, low, high = spread(first[clock] / second[clock] for first, second in pairs)
+        print(f"{title}, {name}: {middle:.3f} ({low:.3f} to {high:.3f}, {len(pairs)} pairs)")
 
 
 def torchrun(name: str, ranks: int, *arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -136,10 +136,13 @@ def picture(methods: Sequence[Method], trained: Sequence[Trained]) -> str:
             )
         )
     rows = -(-len(methods) // COLUMNS)
-    width, height = COLUMNS * (WIDTH + GAP), rows * (HEIGHT + TITLE_HEIGHT + GAP)
+    return on_paper("".join(panels), COLUMNS * (WIDTH + GAP), rows * (HEIGHT + TITLE_HEIGHT + GAP))
+
+
+def on_paper(panels: str, width: int, height: int) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f'<style>{STYLE}</style><rect class="paper" width="{width}" height="{height}"/>{"".join(panels)}</svg>\n'
+        f'<style>{STYLE}</style><rect class="paper" width="{width}" height="{height}"/>{panels}</svg>\n'
     )
 
 

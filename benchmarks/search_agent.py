@@ -18,7 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from markupsafe import Markup
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -28,14 +27,14 @@ from areal_core.config import (
     load_expr_config,
 )
 from areal_core.paths import run_folder
-from areal_core.telemetry.loggers import read_stats
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.sft import SFTTrainer
 from areal_debug.report.charts import HEIGHT, WIDTH, shares
 from areal_debug.wiring import make_recorder
 from benchmarks.harness import read_options
-from benchmarks.learning_curves import STYLE
+from benchmarks.learning_curves import on_paper
+from benchmarks.learning_methods import Curve, logged
 
 ROOT = Path(__file__).parents[1]
 SEARCH = ROOT / "examples" / "search"
@@ -67,7 +66,6 @@ rollout:
   consumer_batch_size: 12
   agent: {export_style: concat, chat_template_type: concat}
 """
-Curve = list[tuple[int, float]]  # steps, share of the held-out questions that are answered
 
 
 def example() -> ModuleType:
@@ -201,19 +199,7 @@ def learn(folder: Path, model: Path, seed: int, steps: int = 20, record: bool = 
     rows, held_out = read("questions.jsonl"), read("held_out.jsonl")
     with PPOTrainer(config, rows, held_out, observers=observers, print_steps=False) as trainer:
         trainer.train(workflow=example().SearchAgent, workflow_kwargs=AGENT_KWARGS)
-    lines = read_stats(run_folder(config, "logs") / "stats.jsonl")
-    name = "eval-rollout/reward"
-    return [(0 if step == 1 else step, line[name]) for step, line in enumerate(lines, 1) if name in line]
-
-
-def picture(curves: list[Curve]) -> str:
-    chart = shares(curves, "0", f"{curves[0][-1][0]} steps")
-    return str(
-        Markup(
-            '<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}" viewBox="0 0 {0} {1}"><style>{2}</style>'
-            '<rect class="paper" width="{0}" height="{1}"/>{3}</svg>\n'
-        ).format(WIDTH, HEIGHT, Markup(STYLE), chart)
-    )
+    return logged(config, "eval-rollout/reward")
 
 
 def table(trained: list[dict[str, Any]]) -> str:
@@ -227,8 +213,9 @@ def table(trained: list[dict[str, Any]]) -> str:
 
 def draw(trained: list[dict[str, Any]], page: str) -> dict[str, str]:
     """Return the documents by file name; `page` is docs/verbs/agent.md with any table."""
+    curves = [one["curve"] for one in trained]
     return {
-        "search_agent.svg": picture([one["curve"] for one in trained]),
+        "search_agent.svg": on_paper(shares(curves, "0", f"{curves[0][-1][0]} steps"), WIDTH, HEIGHT),
         "verbs/agent.md": re.sub(r"\| seed .*?(?=\n\n)", lambda _: table(trained), page, flags=re.DOTALL),
     }
 

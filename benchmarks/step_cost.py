@@ -3,16 +3,15 @@
     python -m benchmarks.step_cost [--hidden 384] [--rows 32] [--tokens 192]
                                    [--rounds 3] [--steps 4]
 
-The same batches are trained in each way, in turn. Prints medians of complete steps and their ratios
-to the bare step, in wall time and CPU time; the latter also holds on a busy machine. Checksums of
+The same batches are trained in each way, in turn. Prints ratios of complete steps to the bare ones,
+in wall time and CPU time; the latter also holds on a busy machine. Checksums of
 all parameters are part of both costs.
 """
 
 import itertools
-import statistics
 import tempfile
 import time
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from areal_core.telemetry.loggers import read_stats
 from areal_core.testing import make_tiny_model
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import make_recorder
-from benchmarks.harness import read_options, report
+from benchmarks.harness import read_options, report, say
 from recorder import open_record
 from replayer.check import ReplayCheck
 from replayer.source import RecordedRollouts
@@ -92,34 +91,25 @@ def make_config(folder: Path, model: Path, steps: int, num_rows: int, trial: str
     return config_from_dict(tree, PPOConfig)
 
 
-class Clocked:
-    """A source that notes the CPU time of the process when a batch is requested: once per step."""
-
-    def __init__(self, source: Any, notes: list[float]) -> None:
-        self.source, self.notes = source, notes
-
-    def next_batch(self, step: int, version: int) -> Batch:
-        self.notes.append(time.process_time())
-        return self.source.next_batch(step, version)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
-
-
-def step_seconds(config: PPOConfig, steps: int, source: Any, **hooks: Any) -> list[tuple[float, float]]:
+def step_seconds(
+    config: PPOConfig, steps: int, source: Any, observers: Sequence[Any] = ()
+) -> list[tuple[float, float]]:
     """Return (wall, CPU) seconds of each step except the first and the last."""
     notes: list[float] = []
-    make = partial(clocked, source, notes)
-    with PPOTrainer(config, total_steps=steps, print_steps=False, source=make, **hooks) as trainer:
+
+    def note(event: str, **facts: Any) -> None:
+        if event == "batch":
+            notes.append(time.process_time())
+
+    watching = [*observers, lambda trainer: note]
+    with PPOTrainer(
+        config, total_steps=steps, print_steps=False, source=source, observers=watching
+    ) as trainer:
         trainer.train()
     file = next(Path(config.cluster.fileroot).glob(f"logs/*/cost/{config.trial_name}/stats.jsonl"))
     seconds = [line["timeperf/step"] for line in read_stats(file)][-steps:]
     busy = [after - before for before, after in itertools.pairwise(notes)]
     return list(zip(seconds[1:-1], busy[1:], strict=True))
-
-
-def clocked(make_source: Any, notes: list[float], trainer: PPOTrainer) -> Clocked:
-    return Clocked(make_source(trainer), notes)
 
 
 def main() -> None:
@@ -148,15 +138,9 @@ def main() -> None:
             for kind, arguments in hooks.items():
                 config = make_config(folder, model, options.steps, options.rows, kind)
                 seconds[kind] += step_seconds(config, options.steps, **arguments)
-    bare = [statistics.median(column) for column in zip(*seconds["bare"], strict=True)]
     print(f"{options.rows} rows x {options.tokens} tokens, hidden {options.hidden}, 6 layers, float32")
-    for kind, values in seconds.items():
-        clock, busy = zip(*values, strict=True)
-        for title, column, reference in (("wall time", clock, bare[0]), ("CPU time", busy, bare[1])):
-            median, spread = statistics.median(column), f"{min(column):.3f} to {max(column):.3f}"
-            print(
-                f"{kind:9} {title:9} {median:7.3f} s per step ({spread}), ratio to bare {median / reference:.3f}"
-            )
+    for kind in ("recorded", "replayed"):
+        say(f"{kind} to bare", list(zip(seconds[kind], seconds["bare"], strict=True)))
     busy_s = {kind: [cpu_s for _, cpu_s in values] for kind, values in seconds.items()}
     for kind in ("recorded", "replayed"):
         report(f"a {kind} training step", "the same step, bare", "CPU s", busy_s[kind], busy_s["bare"])

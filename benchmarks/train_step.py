@@ -38,7 +38,7 @@ from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
 from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.trainer.build import build_engine
-from benchmarks.harness import read_options, report, spread, torchrun
+from benchmarks.harness import Seconds, read_options, report, say, torchrun
 
 OPTIMIZER = OptimizerConfig(lr=1e-4, warmup_steps_proportion=0.0)
 
@@ -156,9 +156,6 @@ def bare_step(
     return float(norm.full_tensor())
 
 
-Seconds = tuple[float, float]
-
-
 def seconds(ranks: Ranks, work: Callable[[], float]) -> Seconds:
     """Return wall seconds, until the last rank is done, and CPU seconds of this process."""
     ranks.barrier()
@@ -179,13 +176,6 @@ def pairs_in_turn(
         times = {work: seconds(ranks, work) for work in order}
         pairs.append((times[first], times[second]))
     return pairs
-
-
-def say(title: str, pairs: list[tuple[Seconds, Seconds]]) -> None:
-    """Print the ratios of the first to the second."""
-    for clock, name in enumerate(("wall time", "CPU time")):
-        middle, low, high = spread(first[clock] / second[clock] for first, second in pairs)
-        print(f"{title}, {name}: {middle:.3f} ({low:.3f} to {high:.3f}, {len(pairs)} pairs)")
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -29,8 +29,8 @@ from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
 from areal_core.engine.sharding import full_tensor
 from areal_core.testing import likelihood_with_entropy
 from areal_core.trainer.build import build_engine
-from benchmarks.harness import in_new_process, read_options, rise_of_peak_mib
-from benchmarks.train_step import OPTIMIZER, make_model, pairs_in_turn, say
+from benchmarks.harness import in_new_process, read_options, rise_of_peak_mib, say
+from benchmarks.train_step import OPTIMIZER, make_model, pairs_in_turn
 
 WAYS = {"packed": False, "tree": True}
 

@@ -1,14 +1,12 @@
 """How often `areal-debug why` finds a planted bug: stage, pattern, and commit or setting.
 
-    python -m benchmarks.why [--keep FOLDER] [--jobs 2] [--only NAME ...] [--make] [--by diff]
-                             [--json FILE]
+    python -m benchmarks.why [--keep FOLDER] [--jobs 2] [--only NAME ...] [--make] [--json FILE]
 
 Each plant of benchmarks/why_plants/ is a difference between two runs of a tiny model: a commit
 among innocent ones, an option, a variable, a file of the user, a library; pairs differ in what
 changes no number. Both runs are recorded, then `areal-debug why A B --json` is scored against the
 truth: the verdict, the stage, the pattern, and the cause, which is right if its kind is and if it
 names the commit, the file, or the setting. With --keep, records are made once and scored often.
-`--by diff` scores `areal-debug diff`, which knows no patterns, for comparison.
 
 Exits with 1 if a rate is below its target, or an equal pair is accused.
 """
@@ -41,13 +39,6 @@ NUM_STAGE, NUM_CAUSE = 0.95, 0.90  # targets: stage and pattern; commit or setti
 COMMANDS_BEFORE = {
     "code": 2, "config": 1, "environment": 1, "data": 1, "engine": 4, "nondeterminism": 2, "equal": 1,
 }  # fmt: skip
-CAUSE_OF_VERDICT = {
-    "configuration": "config",
-    "input": "data",
-    "environment": "environment",
-    "kernel noise": "nondeterminism",
-    "unknown": "unknown",
-}
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,6 @@ def main() -> int:
         jobs=2,
         commit="HEAD",
         make=False,
-        by=("why", "diff"),
         json="",
     )
     plants = [plant for plant in every if plant.name in options.only]
@@ -102,7 +92,7 @@ def main() -> int:
         made = {one.name: one for one in in_threads(partial(try_to_make, workshop), plants, options.jobs)}
         if options.make:
             return 0
-        ask = partial(score, workshop, made, options.by)
+        ask = partial(score, workshop, made)
         scores = list(in_threads(ask, [plant for plant in plants if plant.name in made], options.jobs))
     if options.json:
         Path(options.json).write_text(json.dumps([asdict(one) for one in scores], indent=1))
@@ -143,10 +133,10 @@ def has_equal_weights(made: Made) -> bool:
     return True
 
 
-def score(workshop: Workshop, made: dict[str, Made], verb: str, plant: Plant) -> Score:
+def score(workshop: Workshop, made: dict[str, Made], plant: Plant) -> Score:
     """Run the command on a plant's records and compare what it says with the truth."""
     one = made[plant.name]
-    answer = ask(workshop, one, verb)
+    answer = ask(workshop, one)
     if plant.truth is None:
         right = answer.verdict == "identical" and answer.error is None
         return Score(plant.name, plant.kind, right, right, right, right, None, answer)
@@ -172,11 +162,10 @@ def score(workshop: Workshop, made: dict[str, Made], verb: str, plant: Plant) ->
     )
 
 
-def ask(workshop: Workshop, made: Made, verb: str) -> Answer:
-    """Run `why` or `diff` on two records and parse what it prints."""
-    command = [sys.executable, "-m", "areal_debug", verb, made.left, made.right, "--json"]
-    if verb == "why":
-        command += ["--repository", str(workshop.clone)]
+def ask(workshop: Workshop, made: Made) -> Answer:
+    """Run `why` on two records and parse what it prints."""
+    command = [sys.executable, "-m", "areal_debug", "why", made.left, made.right, "--json"]
+    command += ["--repository", str(workshop.clone)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     begin = time.monotonic()
     try:
@@ -188,7 +177,7 @@ def ask(workshop: Workshop, made: Made, verb: str) -> Answer:
     except json.JSONDecodeError:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
         return Answer(None, None, None, None, "", None, seconds, f"code {done.returncode}: {lines[-1]}")
-    return (parse_why if verb == "why" else parse_diff)(said, seconds)
+    return parse_why(said, seconds)
 
 
 def parse_why(said: dict[str, Any], seconds: float) -> Answer:
@@ -196,22 +185,6 @@ def parse_why(said: dict[str, Any], seconds: float) -> Answer:
     kind = pattern["kind"] if isinstance(pattern, dict) else pattern
     return Answer(
         said["verdict"], said["stage"], kind, cause["kind"], json.dumps(cause), cause["line"], seconds
-    )
-
-
-def parse_diff(said: dict[str, Any], seconds: float) -> Answer:
-    """Parse the JSON of `diff`, whose first difference is what it names."""
-    if said["same"]:
-        return Answer("identical", None, None, None, "", None, seconds)
-    verdict = said["verdict"]
-    return Answer(
-        "diverged",
-        said["stage"],
-        None,
-        CAUSE_OF_VERDICT[verdict["cause"]],
-        json.dumps(verdict),
-        None,
-        seconds,
     )
 
 

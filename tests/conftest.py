@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.forks import run_forked, start_server
+from tests.forks import run_forked, start_server, worker_command
 
 # As in the Makefile, before anything imports torch: more threads than cores only wait for each
 # other.
@@ -48,6 +48,8 @@ def pytest_collection_finish():
     """Leave the million objects of imported modules out of each garbage collection."""
     gc.freeze()
     gc.enable()
+    # A trainer asks whether there are any: the real one looks at each, a tenth of a second a run.
+    gc.get_freeze_count = lambda: 1
 
 
 def pytest_sessionfinish(session, exitstatus):
@@ -78,6 +80,13 @@ def pytest_xdist_make_scheduler(config, log):
             return scope_of(nodeid)
 
     return ScopeScheduling(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    """Let workers be forks: each would need ten seconds of CPU time to import the same libraries."""
+    for spec in specs:
+        spec.python = worker_command()
 
 
 @pytest.hookimpl(tryfirst=True)

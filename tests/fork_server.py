@@ -11,7 +11,6 @@ with its own streams, environment and session, but without an interpreter that i
 """
 
 import atexit
-import gc
 import os
 import select
 import signal
@@ -20,8 +19,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +42,8 @@ MODULES = (
     "transformers.models.llama.modeling_llama",
     "transformers.tokenization_utils_tokenizers",
 )
+# What tests import besides, without a thread, as pyarrow has one; not all of it is installed everywhere.
+OF_TESTS = ("mcp", "openai", "peft", "zarr")
 # What our launchers start, and the scripts of torchrun: `python -u FILE`.
 RANKS = [python_command("-m", name)[1:] for name in ("areal_debug.train.script", "areal_core.launch.node")]
 LAUNCHED = (*map(" ".join, RANKS), f"{SAFE} {warm_server.__file__}", "-u ")
@@ -68,11 +69,7 @@ def main(number: int) -> None:
             continue
         connection, _ = listener.accept()
         if not imported:
-            gc.disable()
-            for name in MODULES:
-                import_module(name)
-            gc.freeze()
-            gc.enable()
+            warm_server.import_all([*MODULES, *OF_TESTS])
             imported = True
         if not os.fork():
             listener.close()
@@ -89,7 +86,8 @@ def answer(connection: socket.socket) -> NoReturn:
     process = os.fork()
     if not process:
         warm_server.end_with_parent()
-        os.setsid()
+        if request["argv"][0] != "-c":  # a Ctrl-C is for the workers of pytest, too
+            os.setsid()
         connection.close()
         become(request["argv"], request["environment"], request["place"], streams)
     for stream in streams:
@@ -114,6 +112,11 @@ def become(argv: list[str], environment: Mapping[str, str], place: str, streams:
         given = environment.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:] = [*([] if is_safe else [first]), *filter(None, given), *INSTALLED]
         warm_server.use_streams(streams)
+        if argv[0] == "-c":  # a worker of pytest: its tests start new interpreters
+            sys.argv, sys.modules["__main__"] = ["-c"], ModuleType("__main__")
+            exec(argv[1], vars(sys.modules["__main__"]))
+            code = 0
+            return
         subprocess._fork_exec = fork_or_execute  # type: ignore[attr-defined]
         OF_SERVER.update(open_files())
         if argv[0] == "-m":

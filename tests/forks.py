@@ -31,6 +31,20 @@ def start_server() -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment)
 
 
+def send_request(
+    channel: socket.socket,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    place: Path | None,
+    streams: list[int],
+) -> None:
+    """Ask for a fork, which answers with its process id and its exit code."""
+    channel.connect(os.environ[ADDRESS])
+    request = {"argv": [*argv], "environment": {**environment}, "place": str(place or Path.cwd())}
+    data = json.dumps(request).encode() + b"\n"
+    channel.sendall(data[socket.send_fds(channel, [data], streams) :])
+
+
 def run_forked(
     argv: Sequence[str],
     environment: Mapping[str, str] | None = None,
@@ -45,7 +59,6 @@ def run_forked(
     """
     variables = {"OMP_NUM_THREADS": "1", **(os.environ if environment is None else environment)}
     variables.pop(ADDRESS, None)
-    request = {"argv": [*argv], "environment": variables, "place": str(place or Path.cwd())}
     with (
         socket.socket(socket.AF_UNIX) as channel,
         tempfile.TemporaryFile() as given,
@@ -54,11 +67,8 @@ def run_forked(
     ):
         given.write(typed.encode())
         given.seek(0)
-        channel.connect(os.environ[ADDRESS])
-        data = json.dumps(request).encode() + b"\n"
         printed = [output.fileno(), errors.fileno()] if terminal is None else [terminal, terminal]
-        streams = [given.fileno(), *printed]
-        channel.sendall(data[socket.send_fds(channel, [data], streams) :])
+        send_request(channel, argv, variables, place, [given.fileno(), *printed])
         with channel.makefile() as answer:
             process = int(answer.readline())
             channel.settimeout(timeout_s)
@@ -80,3 +90,15 @@ def run_anew(
     variables = {"OMP_NUM_THREADS": "1", **(os.environ if environment is None else environment)}
     command = [sys.executable, *argv]
     return subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, timeout=240)
+
+
+def worker_command() -> str:
+    """Return what starts a worker of pytest-xdist in a fork, in place of a new interpreter."""
+    return f"{sys.executable} -SP {__file__}"
+
+
+if __name__ == "__main__":  # `-u -c CODE`, as execnet starts a Python
+    with socket.socket(socket.AF_UNIX) as asked:
+        send_request(asked, sys.argv[-2:], os.environ, None, [0, 1, 2])
+        with asked.makefile() as answered:
+            sys.exit(int(answered.read().split()[1]))

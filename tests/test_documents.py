@@ -2,10 +2,10 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from areal_debug.cli import VERBS, main
 
@@ -81,12 +81,8 @@ def test_make_targets_of_the_readme_exist():
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_explains_itself(verb):
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "areal-debug"), verb, "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = CliRunner().invoke(main, [verb, "--help"], prog_name="areal-debug")
+    assert done.exit_code == 0
     assert f"areal-debug {verb}" in done.stdout
     assert len(done.stdout.splitlines()) > 5
 

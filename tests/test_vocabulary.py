@@ -53,6 +53,8 @@ def texts_of(file: Path) -> list[tuple[int, str]]:
     if file.suffix != ".py":  # quoted code, such as a former name, is no prose, nor is a class
         code = r"`[^`]*`|\bPromise\b" if file.suffix == ".js" else r"`[^`]*`"
         return [(n, re.sub(code, "", line)) for n, line in enumerate(text.splitlines(), 1)]
+    if PATTERN.search(re.sub(r"[\s\"'\\#]+", " ", text)) is None:  # a phrase may be in two strings
+        return []
     strings = [
         (node.lineno, node.value)
         for node in ast.walk(ast.parse(text))

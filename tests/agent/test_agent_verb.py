@@ -9,7 +9,6 @@ from click.testing import CliRunner
 from areal_debug.verbs.agent import command
 
 AGENTS = Path(__file__).parent / "agents_under_test.py"
-TINY_CONFIG = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,10 @@
-"""A headless browser driven by a test: pages, JavaScript expressions, keys, screenshots.
+"""A headless browser driven by a test: pages, JavaScript expressions, keys.
 
 Speaks Chromium's DevTools protocol over one WebSocket. Replies and events arrive on the same
 socket: while it waits for a reply it keeps the page's network requests and script errors.
 """
 
 import asyncio
-import base64
 import contextlib
 import os
 import re
@@ -86,10 +85,6 @@ class Page:
             f"(document.querySelector({selector!r}).getBoundingClientRect())"
         )
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
-
-    def screenshot(self, path: Path) -> None:
-        """Return the screen as PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     async def _call(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         self._number += 1

@@ -127,8 +127,10 @@ def test_each_question_has_a_verdict_and_calls_that_lead_on(root):
     talk(root, script)
 
 
-def test_text_of_files_is_data_and_paths_stay_below_the_roots(root):
+def test_text_of_files_is_data_and_paths_stay_below_the_roots(root, tmp_path):
     (root / "out").symlink_to("/etc")
+    (root / "log/stats.jsonl").rename(tmp_path / "secret.jsonl")  # a problem, where it can be read
+    (root / "log/stats.jsonl").symlink_to(tmp_path / "secret.jsonl")
     (root / "B/record.json").write_text(json.dumps({"format_version": f"\x1b[2J{ORDER}"}))
 
     async def script(client: Client) -> None:
@@ -140,6 +142,7 @@ def test_text_of_files_is_data_and_paths_stay_below_the_roots(root):
         damaged = await ask(client, "record_ls", record="B")
         assert set(damaged["data"]) == {"error"}
         assert "\x1b" not in damaged["data"]["error"]
+        assert (await ask(client, "diagnose_learning", run="log"))["verdict"] != "problem"
         for path in ("../..", "/etc/passwd", "out/passwd", "s3://bucket/record", "A/../../x", "a\0b"):
             refused = await ask(client, "record_ls", record=path)
             assert (refused["status"], refused["data"]["error"][:10]) == ("refused", "record is ")
@@ -164,17 +167,6 @@ def test_text_of_files_is_data_and_paths_stay_below_the_roots(root):
         ):
             with pytest.raises(MCPError):
                 await client.read_resource(uri)
-
-    talk(root, script)
-
-
-def test_a_confined_call_reads_no_file_that_a_link_inside_of_a_folder_names(root, tmp_path):
-    (tmp_path / "secret.jsonl").write_text((root / "log/stats.jsonl").read_text())
-    (root / "log/stats.jsonl").unlink()
-    (root / "log/stats.jsonl").symlink_to(tmp_path / "secret.jsonl")
-
-    async def script(client: Client) -> None:
-        assert (await ask(client, "diagnose_learning", run="log"))["verdict"] != "problem"
 
     talk(root, script)
 

@@ -1,6 +1,7 @@
 """`areal-debug record seam`: each state of a resume continues, changed, or is unobserved."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -31,23 +32,34 @@ def rows_of(step, seed, version, kl, engine, prompts):
     return rows
 
 
-def write(folder, **changes):
-    """Write two records of a run; `changes` are functions of the step that act after the resume."""
-    usual = {
+def write_half(folder, steps, **changes):
+    """Write a record of a run; `changes` are functions of the step."""
+    now = {
         "number": lambda s: s, "seed": lambda s: s, "version": lambda s: s, "kl": lambda s: 0.01 * (1 + s),
         "engine": lambda s: 0.01, "prompts": lambda s: range(5 * s, 5 * s + 5), "lr": lambda s: 1e-3 * min(1, (1 + s) / 5),
-    }  # fmt: skip
-    for name, steps in (("a", range(BREAK)), ("b", range(BREAK, STEPS))):
-        now = usual | (changes if name == "b" else {})
-        with Recorder(
-            folder / name / "record", trainer="slime", config={"global_batch_size": 10}
-        ) as recorder:
-            for step in steps:
-                own = {key: value(step) for key, value in now.items() if key not in ("number", "lr")}
-                recorder.step(
-                    now["number"](step), rows_of(step, **own), stats={"train/lr-pg_0": now["lr"](step)}
-                )
+    } | changes  # fmt: skip
+    with Recorder(folder / "record", trainer="slime", config={"global_batch_size": 10}) as recorder:
+        for step in steps:
+            own = {key: value(step) for key, value in now.items() if key not in ("number", "lr")}
+            recorder.step(now["number"](step), rows_of(step, **own), stats={"train/lr-pg_0": now["lr"](step)})
+
+
+@pytest.fixture(scope="module")
+def first_half(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("first")
+    write_half(folder, range(BREAK))
     return folder
+
+
+@pytest.fixture
+def write(first_half, tmp_path):
+    """Write two records of a run, a and b; `changes` act after the resume."""
+
+    def both(**changes):
+        shutil.copytree(first_half, tmp_path / "a")
+        write_half(tmp_path / "b", range(BREAK, STEPS), **changes)
+
+    return both
 
 
 def seam(*arguments):
@@ -76,8 +88,8 @@ def seam(*arguments):
         ("layout", {"prompts": lambda s: range(9 * s, 9 * s + 9)}, "rows of a step"),
     ],
 )
-def test_each_state_is_named_and_the_others_continue(tmp_path, state, changes, says):
-    write(tmp_path, **changes)
+def test_each_state_is_named_and_the_others_continue(tmp_path, write, state, changes, says):
+    write(**changes)
     code, states = seam(tmp_path / "a", tmp_path / "b")
     changed = {name for name, one in states.items() if one["state"] == "changed"}
     follows = {"rng": {"data"}, "version": {"staleness"}}.get(state, set())
@@ -90,8 +102,8 @@ def test_each_state_is_named_and_the_others_continue(tmp_path, state, changes, s
 
 
 @pytest.mark.parametrize(("step", "verdict"), [(13.0, "continues"), (1.0, "changed")])
-def test_moments_are_compared_from_the_checkpoints(tmp_path, step, verdict):
-    write(tmp_path)
+def test_moments_are_compared_from_the_checkpoints(tmp_path, write, step, verdict):
+    write()
     for name, value in (("a", 12.0), ("b", step)):
         state = {"state": {0: {"step": torch.tensor(value), "exp_avg_sq": torch.full((3, 3), value * 1e-6)}}}
         (tmp_path / name / "checkpoint").mkdir()
@@ -174,10 +186,8 @@ def test_several_pauses_are_asked_about_and_a_trainer_log_decides(tmp_path):
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_few_prompts_in_a_cycle_are_not_read_again(tmp_path, again):
-    write(
-        tmp_path, prompts=lambda s: [(5 * (s - 12) + i) % 60 for i in range(5)] if again else [0, 1, 2, 3, 4]
-    )
+def test_few_prompts_in_a_cycle_are_not_read_again(tmp_path, write, again):
+    write(prompts=lambda s: [(5 * (s - 12) + i) % 60 for i in range(5)] if again else [0, 1, 2, 3, 4])
     if not again:  # every step has the same prompts, before, too
         with Recorder(
             tmp_path / "c" / "record", trainer="slime", config={"global_batch_size": 10}

@@ -84,9 +84,10 @@ def test_every_verb_refuses_a_closed_standard_output_in_one_sentence(tmp_path, e
     assert run_each(tmp_path, verbs, "closed") == [(2, CLOSED)] * len(verbs)
 
 
-def test_every_report_on_a_full_disk_ends_with_one_sentence(reports, tmp_path):
-    ended = run_each(tmp_path, reports[:-1], "/dev/full")
-    assert ended == [(2, FULL)] * (len(reports) - 1)
+@SHARE
+def test_every_report_on_a_full_disk_ends_with_one_sentence(reports, tmp_path, every):
+    chosen = reports[:-1][::every]
+    assert run_each(tmp_path, chosen, "/dev/full") == [(2, FULL)] * len(chosen)
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import pytest
 from recorder import verify
 from recorder.documents import checksum
 from recorder.testing import write_scripted_record
-from tests.recorder.mutations import sealed, write_full_record
+from tests.recorder.full_record import sealed, write_full_record
 
 
 @pytest.fixture

@@ -7,21 +7,19 @@ record. It never ends with a traceback or a sentence of a library.
 
 import itertools
 import shutil
-import threading
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
-from recorder import Recording, RecordingOptions, RecordWriter, Retention, commit_anchor, open_record
+from recorder import open_record
 from recorder.archive.pack import archive_record
-from recorder.header import write_header
-from recorder.testing import SCRIPTED_HEADER, gatherers, send_step
 
-from ..recorder.mutations import Words
+from ..recorder.full_record import write_full_record
 from ..recorder.pictured import pictured_batch
 
 STEPS, DAMAGED, INTACT = (1, 2, 3), 2, "3"
@@ -66,29 +64,8 @@ OF_THE_WHOLE = {"end.json", "gaps.json", "anchors", "checkpoints"}
 COMPARES = {"why", "why of the damaged one", "diff", "bisect-step"}
 
 
-def write_record(folder: Path, num_ranks: int) -> None:
-    """Write steps 1 to 3 of four, with text, pictures, plans, an anchor and gaps."""
-    options = RecordingOptions(Recording("full"), text=True, retention=Retention(keep_last=3))
-    writers = [RecordWriter(folder, r, num_ranks, g, options) for r, g in enumerate(gatherers(num_ranks))]
-    folder.mkdir(parents=True)
-    sizes = {"num_ranks": num_ranks, "world_size": num_ranks, "recording": options.recording}
-    write_header(folder, replace(SCRIPTED_HEADER, **sizes))
-
-    def run(rank: int) -> None:
-        writers[rank].tokenizer = Words()
-        for step in range(4):
-            send_step(writers[rank], step, pictured_batch(step, rank))
-        writers[rank]("end", steps=4, error=None)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    anchor = folder / "anchors/000002"
-    anchor.mkdir(parents=True)
-    (anchor / "model.distcp").write_bytes(b"weights")
-    commit_anchor(anchor, step=2)
+# Steps 1 to 3 of four, with text, pictures, plans, an anchor and gaps.
+write_record = partial(write_full_record, num_steps=4, batch=pictured_batch, text=True)
 
 
 def files_to_damage(record: Path) -> list[str]:

@@ -106,18 +106,19 @@ def test_files_elsewhere_cannot_be_read_written_or_removed(tmp_path):
 
 
 def test_memory_is_limited():
+    bounds = replace(BOUNDS, memory_bytes=GIB // 4)
     for allocate in (lambda: bytearray(10 * GIB), lambda: len(list(range(10**9)))):
-        with pytest.raises(LimitReached, match=r"more than 1 GiB of memory.*AREAL_DEBUG_MEMORY_GIB"):
-            run_confined(allocate, BOUNDS)
+        with pytest.raises(LimitReached, match=r"more than 0\.25 GiB of memory.*AREAL_DEBUG_MEMORY_GIB"):
+            run_confined(allocate, bounds)
 
     def share():
-        memory = mmap.mmap(-1, 2 * GIB)  # shared pages do not count for the kernel's limit
+        memory = mmap.mmap(-1, GIB // 2)  # shared pages do not count for the kernel's limit
         for at in range(0, len(memory), 4096):
             memory[at] = 1
         time.sleep(5)
 
-    with pytest.raises(LimitReached, match="more than 1 GiB of memory"):
-        run_confined(share, BOUNDS)
+    with pytest.raises(LimitReached, match=r"more than 0\.25 GiB of memory"):
+        run_confined(share, bounds)
 
 
 def test_time_is_limited():

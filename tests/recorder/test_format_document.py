@@ -10,7 +10,7 @@ from recorder import open_record
 from recorder.documents import checksum
 from recorder.testing import write_worked_example
 from tests.recorder.document_reader import read_by_the_document
-from tests.recorder.mutations import write_full_record
+from tests.recorder.full_record import write_full_record
 
 DOCUMENT = (Path(recorder.__file__).parent / "FORMAT.md").read_text()
 CHECKSUMS = {

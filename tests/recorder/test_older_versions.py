@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from areal_debug.cli import main
 from recorder import open_record, verify
 from recorder.testing import write_scripted_record
-from tests.recorder.mutations import sealed
+from tests.recorder.full_record import sealed
 
 
 def rewrite(file: Path, without: str = "", **members: object) -> None:

@@ -3,8 +3,6 @@
 import pytest
 
 from benchmarks import hang_calibration
-from hangdoctor.diagnose import diagnose
-from hangdoctor.parse.read import read_snapshot
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +34,3 @@ def test_one_sample_is_never_certain(answers):
     single = [given for given in answers if "collection.json" not in given.case.files]
     assert single
     assert {given.confidence for given in single} == {"medium", "low"}
-
-
-def test_ranks_that_nobody_read_are_named_and_not_blamed(tmp_path):
-    stack = hang_calibration.text_of(
-        "0", "all_reduce@torch/distributed/distributed_c10d.py:1 < step@t.py:9", "rank_0"
-    )
-    (tmp_path / "rank_0.txt").write_text(stack)
-    diagnosis = diagnose(read_snapshot([tmp_path], 4))
-    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("nccl_timeout", "low", ())
-    assert "not known" in diagnosis.summary
-    assert diagnosis.collect[0] == "the stacks of ranks 1-3: areal-debug hang collect --to FOLDER"

@@ -29,6 +29,9 @@ def test_a_number_of_ranks_does_not_prove_that_the_others_are_gone(tmp_path):
     assert (diagnosis.label, diagnosis.confidence) == ("nccl_timeout", "low")
     assert "whether rank 7, which was not read, reached it is not known" in diagnosis.summary
     assert [cell.part for cell in diagnosis.ranks] == ["victim"] * 7 + ["not_collected"]
+    alone = read(tmp_path, {"paste.txt": f"Rank 0:\n{WAITING}"}, 4)
+    assert (alone.label, alone.confidence, alone.culprit_ranks) == ("nccl_timeout", "low", ())
+    assert alone.collect[0] == "the stacks of ranks 1-3: areal-debug hang collect --to FOLDER"
 
 
 def test_a_gap_in_the_numbers_is_no_proof(tmp_path):

@@ -113,26 +113,14 @@ def ran(switches: int, cpu_s: float = 0.0, state: str = "S") -> list[dict]:
     return [ASLEEP, ASLEEP | {"voluntary_switches": 50 + switches, "cpu_s": 3.0 + cpu_s, "state": state}]
 
 
-def test_a_hang_that_no_sample_contradicts_is_certain(tmp_path):
-    diagnosis = judged(tmp_path, {"rank_0": still(REDUCE), "rank_1": still(DESTROY), "rank_2": still(REDUCE)})
-    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == (
-        "cleanup_deadlock",
-        "high",
-        (1,),
-    )
-    assert diagnosis.victim_ranks == (0, 2)
-    assert [(cell.rank, cell.part) for cell in diagnosis.ranks] == [
-        (0, "victim"),
-        (1, "culprit"),
-        (2, "victim"),
-    ]
-
-
 SLOW = still(COMPUTE, facts=ran(0, cpu_s=2.9, state="R"), active=True)
 STOPPED = still(COMPUTE, facts=[ASLEEP | {"state": "T"}] * 2, status="stopped")
 TWO_WRITES = [WRITING, WRITING]
 # Ranks, seconds between the samples, label, confidence, culprits, victims.
 JUDGED = {
+    "what no sample contradicts": (
+        [still(REDUCE), still(DESTROY), still(REDUCE)], 3, "cleanup_deadlock", "high", (1,), (0, 2)
+    ),
     "ranks that all moved": (
         [Process([REDUCE, COMPUTE]), Process([COMPUTE, LOADING])], 3, "straggler_or_not_hung", "high", (), ()
     ),
@@ -173,6 +161,10 @@ def test_what_two_samples_show(tmp_path, name):
     ranks, seconds, *expected = JUDGED[name]
     found = judged(tmp_path, {f"rank_{rank}": one for rank, one in enumerate(ranks)}, seconds=seconds)
     assert [found.label, found.confidence, found.culprit_ranks, found.victim_ranks] == expected
+    parts = {
+        part: tuple(cell.rank for cell in found.ranks if cell.part == part) for part in ("culprit", "victim")
+    }
+    assert [parts["culprit"], parts["victim"]] == expected[2:]
 
 
 def test_ranks_at_the_same_line_that_the_kernel_woke_are_stepping(tmp_path):

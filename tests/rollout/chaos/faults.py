@@ -136,8 +136,6 @@ KILL, STOP = "kill", "stop"
 PROCESS = (KILL, STOP)
 OF_REPLIES = (*WRONG_JSON, *WRONG_BODY, *WRONG_STATUS, *WRONG_WIRE, *SLOW)
 KINDS = (*OF_REPLIES, *PROCESS)
-# A run has few requests to a server between two steps: kill and stop are drawn more often.
-OF_A_RUN = (*KINDS, *PROCESS, *PROCESS)
 INNOCENT = ("delay", "status_429", "status_503", "reset")  # of server 0
 OF_CONTROL = ("reset", "status_500", "delay", KILL, STOP)
 LONGEST_BURST = 4  # replies in a row with one fault
