@@ -23,11 +23,10 @@ from recorder import Record
 LEAST_SHARE, FEWEST = 0.01, 3  # of the rows, and rows, that are worth a verdict
 PATIENCE = 4  # steps that a row may be in flight after rows behind it
 DISORDER = 3  # batches between two groups that follow each other, where the data is read in order
-IN_ORDER = 1 / 8  # of the data: a shuffled order has a median step of 0.29 of it
+IN_ORDER = 1 / 8  # of the distance of equal rows: a shuffled order has a median step of 0.29 of it
 WHOLE_GROUPS = 0.8  # of the groups have the usual size
 NUMBER = "number of the row"
 MOST_PLACES = 256  # of one text in the data
-MOST_ALIKE = 8  # rows with one text, beyond which their order shows nothing
 
 
 @dataclass(frozen=True)
@@ -146,10 +145,11 @@ def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
         rows = placed(groups)
         batch = len(groups) // len({group.step for group in groups})
         apart, alike = np.median(np.abs(np.diff(rows))), np.median([len(group.places) for group in groups])
-        is_shuffled = apart > min(DISORDER * batch, max(1, len(data) * IN_ORDER))
+        in_order = IN_ORDER * len(data) / alike
+        is_shuffled = apart > min(DISORDER * batch, max(1, in_order))
         if not is_shuffled:
             lost, twice, findings = judge(groups, rows, len(data), DISORDER * batch)
-        if is_shuffled or (findings and alike > MOST_ALIKE):
+        if is_shuffled or (findings and alike > 1 and in_order <= 1):
             lost, twice, findings, unknown = judge_shuffled(groups, len(data), batch)
             notes += unknown
     is_unknown = bool(notes)
