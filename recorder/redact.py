@@ -224,7 +224,7 @@ def with_tokens(batch: FlatBatch, ids: np.ndarray) -> FlatBatch:
     if not changed.any():
         return batch
     bounds, trained = tensors["cu_seqlens"].array, tensors["loss_mask"].array.astype(bool)
-    begins = [int(trained[begin:end].argmax()) for begin, end in pairwise([*bounds.tolist()])]
+    begins = [int(np.append(trained[begin:end], True).argmax()) for begin, end in pairwise(bounds.tolist())]
     unknown = FlatTensor("U8", "row", np.zeros(num_rows, np.uint8))
     others = {
         "unknown": unknown,
