@@ -188,15 +188,11 @@ def plain_rotations(model: Any) -> Iterator[Variant]:
     """Yield positions without the config's scaling, and of the whole head where a part is rotated."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     base: Any = rope.get("rope_theta")
-    every = attentions(model) if base is not None else []
+    every, tables = (attentions(model), frequencies(model.get_decoder())) if base is not None else ([], [])
     scales = [(one, "attention_scaling", 1.0) for one in model.modules() if hasattr(one, "attention_scaling")]
     for name, whole in (("without the scaling of the config", 0), ("of the whole head", 1)):
         count = whole * head_size(model, every[0]) // 2 if every else 0
-        values = [
-            (one, partial(ladder, base, count or len(one)))
-            for one in frequencies(model.get_decoder())
-            if every
-        ]
+        values = [(one, partial(ladder, base, count or len(one))) for one in tables]
         parts = [(one, "rotary_ndims", 2 * count) for one in every if whole and hasattr(one, "rotary_ndims")]
         yield Variant("R49", f"rotary positions {name}", list(values), [*scales, *parts])
 
@@ -488,18 +484,14 @@ def quantized_variants(model: Any) -> Iterator[Variant]:
         yield Variant("R44", f"weights in {name}", list(values))
         if name in OF_INPUTS:
             hooks = [(layer, partial(with_inputs, OF_INPUTS[name])) for layer in linear]
-            yield Variant(
-                "R44", f"weights in {name}, and inputs of layers as well", list(values), hooks=list(hooks)
-            )
+            yield Variant("R44", f"weights in {name}, and inputs", list(values), hooks=list(hooks))
 
 
 def in_scheme(scheme: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
     return scheme(values.float()).to(values.dtype)
 
 
-def with_inputs(
-    scheme: Callable[[Tensor], Tensor], layer: nn.Linear, args: Any, kwargs: Any, output: Any
-) -> Any:
+def with_inputs(scheme: Hook, layer: nn.Linear, args: Any, kwargs: Any, output: Any) -> Any:
     return nn.functional.linear(in_scheme(scheme, args[0]), layer.weight, layer.bias)
 
 
