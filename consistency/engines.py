@@ -13,8 +13,8 @@ import json
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from threading import Thread
@@ -104,25 +104,15 @@ class EngineIdentity:
 class Engine:
     """One server. Every call raises `EngineError` with its address without a usable reply.
 
-    `model` is the served name; `ids` maps a token's text to its id, or to AMBIGUOUS.
+    `sample` returns a completion with the logprob of every token at the temperature of its options,
+    `rescore` prefill logprobs at temperature 1 of the tokens after the prompt. `model` is the served
+    name; `ids` maps a token's text to its id, or to AMBIGUOUS.
     """
 
     address: str
     identity: EngineIdentity
     model: str = ""
     ids: Mapping[str, int] = field(default_factory=dict)
-
-    def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, pictures: Pictures | None = None
-    ) -> Reply:
-        """Sample one completion, with the logprob of every token at the temperature of `params`."""
-        raise NotImplementedError
-
-    def rescore(
-        self, input_ids: Sequence[int], num_prompt: int, pictures: Pictures | None = None
-    ) -> tuple[float, ...]:
-        """Compute prefill logprobs at temperature 1 of the tokens after the prompt."""
-        raise NotImplementedError
 
     def complete(self, ids: Sequence[int], pictures: Pictures | None, **options: Any) -> Any:
         """Return the reply of `/v1/completions`; only SGLang takes images together with ids."""
@@ -190,7 +180,9 @@ class VLLM(Engine):
             return_token_ids=True,
             return_tokens_as_token_ids=True,  # top tokens as "token_id:123" instead of text
         )
-        try:
+        with reading(
+            f"{self.address}/v1/completions returned no ids with logprobs: use vLLM 0.10.2 or newer"
+        ):
             entry = answer["choices"][0]["logprobs"]
             return Reply(
                 tuple(map(int, answer["choices"][0]["token_ids"])),
@@ -203,26 +195,16 @@ class VLLM(Engine):
                 ),
                 **counted(answer),
             )
-        except BROKEN as error:
-            raise EngineError(
-                f"{self.address}/v1/completions returned no ids with logprobs ({error!r}): use vLLM 0.10.2 or newer"
-            ) from error
 
     def rescore(
         self, input_ids: Sequence[int], num_prompt: int, pictures: Pictures | None = None
     ) -> tuple[float, ...]:
         """Compute prefill logprobs; the one token that vLLM must generate as well is discarded."""
         answer = self.complete(input_ids, pictures, temperature=1.0, max_tokens=1, prompt_logprobs=0)
-        try:
-            rows = answer["choices"][0]["prompt_logprobs"][
-                num_prompt:
-            ]  # each a dict of id to `{logprob, ...}`
+        with reading(f"{self.address}/v1/completions returned no logprobs of its prompt"):
+            rows = answer["choices"][0]["prompt_logprobs"][num_prompt:]  # dicts of id to `{logprob, ...}`
             pairs = zip(rows, input_ids[num_prompt:], strict=True)
             return tuple(float(row[str(token)]["logprob"]) for row, token in pairs)
-        except BROKEN as error:
-            raise EngineError(
-                f"{self.address}/v1/completions returned no logprobs of its prompt ({error!r})"
-            ) from error
 
 
 class OpenAI(Engine):
@@ -244,14 +226,9 @@ class OpenAI(Engine):
             max_tokens=params.max_new_tokens,
             logprobs=1,
         )
-        try:
-            entry = answer["choices"][0]["logprobs"]
-            texts, logprobs, facts = list(map(str, entry["tokens"])), entry["token_logprobs"], counted(answer)
-            logprobs = numbers(logprobs)
-        except BROKEN as error:
-            raise EngineError(
-                f"{self.address}/v1/completions returned no logprobs ({error!r}): it must support logprobs=1"
-            ) from error
+        with reading(f"{self.address}/v1/completions returned no logprobs: it must support logprobs=1"):
+            entry, facts = answer["choices"][0]["logprobs"], counted(answer)
+            texts, logprobs = list(map(str, entry["tokens"])), numbers(entry["token_logprobs"])
         return Reply(tuple(self.id_of(text) for text in texts), logprobs, **facts)
 
     def rescore(
@@ -259,11 +236,9 @@ class OpenAI(Engine):
     ) -> tuple[float, ...]:
         """Compute prefill logprobs by echoing the prompt, which few servers still support."""
         answer = self.complete(input_ids, pictures, temperature=1.0, max_tokens=0, echo=True, logprobs=1)
-        try:
+        with reading(f"{self.address}/v1/completions does not echo logprobs"):
             values = answer["choices"][0]["logprobs"]["token_logprobs"]
             return tuple(float(value) for value in values[num_prompt : len(input_ids)])
-        except BROKEN as error:
-            raise EngineError(f"{self.address}/v1/completions does not echo logprobs ({error!r})") from error
 
     def id_of(self, text: str) -> int:
         """Return the id of a token's text. Raises EngineError unless exactly one decodes to it."""
@@ -282,6 +257,9 @@ class OpenAI(Engine):
         return self.ids[text]
 
 
+Server = SGLang | VLLM | OpenAI
+
+
 def with_pictures(
     payload: dict[str, Any], prompt_ids: Sequence[int], pictures: Pictures | None
 ) -> dict[str, Any]:
@@ -293,6 +271,15 @@ def with_pictures(
         input_ids=list(prompt_ids), sampling=Sampling(), images=images, image_token_id=placeholder
     )
     return SGLANG.with_images(payload, request)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise EngineError with this sentence where a reply lacks a field, or has another type there."""
+    try:
+        yield
+    except BROKEN as error:
+        raise EngineError(f"{what} ({error!r})") from error
 
 
 def numbers(values: Sequence[Any]) -> tuple[float, ...]:
@@ -312,7 +299,7 @@ def counted(answer: Any) -> dict[str, Any]:
 
 def parse_sglang_reply(address: str, answer: Any) -> Reply:
     """Parse a reply of `/generate`: rows are [logprob, id, text]. Raises EngineError."""
-    try:
+    with reading(f"{address}/generate returned no logprobs: it must support return_logprob"):
         meta = answer["meta_info"]
         rows, tops = meta["output_token_logprobs"], meta.get("output_top_logprobs")
         version, finish = str(meta.get("weight_version")), meta.get("finish_reason") or {}
@@ -339,10 +326,6 @@ def parse_sglang_reply(address: str, answer: Any) -> Reply:
             returned_id=meta.get("id"),
             **counts,
         )
-    except BROKEN as error:
-        raise EngineError(
-            f"{address}/generate returned no logprobs ({error!r}); it must support return_logprob"
-        ) from error
 
 
 # Who serves an address.
@@ -350,12 +333,12 @@ def parse_sglang_reply(address: str, answer: Any) -> Reply:
 
 def connect(
     addresses: Sequence[str], decode: Callable[[list[int]], str], vocabulary_size: int
-) -> list[Engine]:
+) -> list[Server]:
     """Identify the engines at all addresses. Raises EngineError if one is not an engine."""
     return [identify(base_url(address), decode, vocabulary_size) for address in addresses]
 
 
-def identify(address: str, decode: Callable[[list[int]], str], vocabulary_size: int) -> Engine:
+def identify(address: str, decode: Callable[[list[int]], str], vocabulary_size: int) -> Server:
     info = get(address, "/server_info")
     if info is not None and "vllm_config" not in info:  # vLLM's servers of a run have this route, too
         return SGLang(address, parse_sglang_identity(address, info, get(address, "/model_info")))

@@ -28,8 +28,7 @@ from consistency.engines import (
 )
 from consistency.errors import BadPrompts, NothingToCompare
 from consistency.replies import find_contradictions
-from consistency.rescoring import Rescoring, rescore
-from consistency.score import Scorer
+from consistency.rescoring import rescore
 from consistency.source import Sampled, Sampling, concatenate
 from consistency.tokens import Completion, Sequences, sequences_from_completions
 
@@ -226,8 +225,6 @@ def one_sequence(prompt: Prompt, reply: Reply, prompt_id: int, worker: int) -> S
 
 def make_rescorer(addresses: Sequence[str], vocabulary: Vocabulary) -> Rescorer:
     """Return a function that makes the engines at the addresses score rows that they sampled."""
-
-    def rescore_rows(scorer: Scorer, rows: Sequences, temperature: float) -> Rescoring:
-        return rescore(connect(addresses, vocabulary.decode, vocabulary.size), scorer, rows, temperature)
-
-    return rescore_rows
+    return lambda scorer, rows, temperature: rescore(
+        connect(addresses, vocabulary.decode, vocabulary.size), scorer, rows, temperature
+    )

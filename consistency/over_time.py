@@ -69,39 +69,34 @@ class OverTime:
 
 def gap_of(step: RecordedStep) -> StepGap | None:
     """Measure a step; None without log-probs of both sides."""
-    own: dict[str, list[Floats]] = {name: [] for name in ("engine", "trainer", "reference", "age")}
-    for rank in range(step.manifest.num_ranks):
-        arrays = step.batch(rank, ["logprobs", "loss_mask", "versions"])
-        at = np.flatnonzero(arrays["loss_mask"])
-        at = at[at > 0]
-        values = {"trainer": step.trainer_logprobs(rank), "reference": None}
-        with suppress(StepNotRecorded):
-            values["reference"] = step.learning(rank, ["ref_logp"])["ref_logp"]
-        known = step.known(rank, "logprobs").all(), step.known(rank, "versions").all()
-        own["engine"].append(
-            arrays["logprobs"].astype(np.float64)[at] if known[0] else np.full(len(at), np.nan)
-        )
-        for name, found in values.items():
-            missing = np.full(len(at), np.nan)
-            own[name].append(missing if found is None else found.astype(np.float64)[at - 1])
-        versions = arrays["versions"].astype(np.float64)[at]
-        own["age"].append(step.manifest.version - 1 - versions if known[1] else np.full(len(at), np.nan))
-    column = {name: np.concatenate(values) for name, values in own.items()}
-    difference = np.abs(column["trainer"] - column["engine"])
+    ranks = [columns_of(step, rank) for rank in range(step.manifest.num_ranks)]
+    engine, trainer, reference, age = (np.concatenate(parts) for parts in zip(*ranks, strict=True))
+    difference = np.abs(trainer - engine)
     if not np.isfinite(difference).any():
         return None
-    ages = []
-    for age in np.unique(column["age"][np.isfinite(column["age"])]):
-        among = (column["age"] == age) & np.isfinite(difference)
-        if among.any():
-            ages.append((int(age), float(difference[among].mean()), int(among.sum())))
-    return StepGap(
-        step.manifest.step,
-        mean(difference),
-        mean(np.abs(column["engine"] - column["reference"])),
-        mean(np.abs(column["trainer"] - column["reference"])),
-        tuple(ages),
+    groups = {one: (age == one) & np.isfinite(difference) for one in np.unique(age[np.isfinite(age)])}
+    ages = [(int(one), mean(difference[of]), int(of.sum())) for one, of in groups.items() if of.any()]
+    distances = mean(np.abs(engine - reference)), mean(np.abs(trainer - reference))
+    return StepGap(step.manifest.step, mean(difference), *distances, tuple(ages))
+
+
+def columns_of(step: RecordedStep, rank: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return the log-probs of engine, trainer and reference, and ages, of a rank; NaN where unknown."""
+    arrays = step.batch(rank, ["logprobs", "loss_mask", "versions"])
+    at = np.flatnonzero(arrays["loss_mask"])
+    at = at[at > 0]
+    unknown = np.full(len(at), np.nan)
+
+    def known(name: str) -> Floats:
+        return arrays[name].astype(np.float64)[at] if step.known(rank, name).all() else unknown
+
+    trainer, reference = step.trainer_logprobs(rank), None
+    with suppress(StepNotRecorded):
+        reference = step.learning(rank, ["ref_logp"])["ref_logp"]
+    own, of_first = (
+        unknown if one is None else one.astype(np.float64)[at - 1] for one in (trainer, reference)
     )
+    return known("logprobs"), own, of_first, step.manifest.version - 1 - known("versions")
 
 
 def mean(values: Floats) -> float:

@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from consistency.engines import MAX_CONCURRENT, Engine, Pictures, call_all
+from consistency.engines import MAX_CONCURRENT, Pictures, Server, call_all
 from consistency.score import Scorer, score_logprobs
 from consistency.tokens import Floats, Sequences
 
@@ -40,7 +40,7 @@ class Rescoring:
     model_alone: float
 
 
-def rescore(engines: Sequence[Engine], scorer: Scorer, rows: Sequences, temperature: float) -> Rescoring:
+def rescore(engines: Sequence[Server], scorer: Scorer, rows: Sequences, temperature: float) -> Rescoring:
     """Score rows twice by the engines that sampled them (`rows.worker`) and twice by the model.
 
     Raises:

@@ -57,8 +57,7 @@ class Scores:
     @classmethod
     def empty(cls, num_tokens: int, top_k: int) -> Self:
         """Allocate unset scores of `num_tokens` tokens."""
-        column = [np.full(num_tokens, np.nan) for _ in range(4)]
-        logprob, entropy, variance, mass_before = column
+        logprob, entropy, variance, mass_before = (np.full(num_tokens, np.nan) for _ in range(4))
         rank, top_ids = np.full(num_tokens, -1), np.zeros((num_tokens, top_k), np.int64)
         top_logprobs = np.full((num_tokens, top_k), np.nan)
         return cls(logprob, entropy, variance, rank, mass_before, top_ids, top_logprobs)

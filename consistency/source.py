@@ -127,7 +127,8 @@ def parse_sampling(record: Record) -> Sampling:
             top_k=None if sampled["top_k"] >= EVERY_TOKEN else int(sampled["top_k"]),
             greedy=bool(sampled["greedy"]),
             trainer_dtype=str(actor["dtype"]),
-            engine_dtype=str((config[engine] if engine in ("sglang", "vllm") else actor)["dtype"]),
+            engine_dtype=quantised(config.get(engine, {}))
+            or str((config[engine] if engine in ("sglang", "vllm") else actor)["dtype"]),
             kv_cache_dtype=text_named(config.get(engine, {}), "kv_cache_dtype"),
         )
     except KeyError as error:
@@ -273,7 +274,9 @@ def sampling_of(
         else:
             values[name] = usual
             notes.append(f"{name} is not known: {'no limit' if usual is None else f'{usual:g}'} was assumed")
-    notes.append(f"the engine's precision is not known: {ENGINE_DTYPE} was assumed")
+    engine_dtype = quantised(config)
+    if engine_dtype is None:
+        notes.append(f"the engine's precision is not known: {ENGINE_DTYPE} was assumed")
     top_k = values["top_k"]
     sampling = Sampling(
         temperature=values["temperature"],
@@ -281,7 +284,7 @@ def sampling_of(
         top_k=int(top_k) if top_k is not None and top_k > 0 else None,  # 0 and -1: no limit
         greedy=values["temperature"] == 0.0,
         trainer_dtype=dtype,
-        engine_dtype=ENGINE_DTYPE,
+        engine_dtype=engine_dtype or ENGINE_DTYPE,
         kv_cache_dtype=text_named(config, "kv_cache_dtype"),
     )
     return sampling, tuple(notes)
@@ -294,6 +297,12 @@ def text_named(options: Any, name: str) -> str | None:
     found = options.get(name)
     inner = (text_named(value, name) for value in options.values())
     return found if isinstance(found, str) else next((text for text in inner if text is not None), None)
+
+
+def quantised(options: Any) -> str | None:
+    """Return float8 where options of an engine declare it as the quantisation of its weights."""
+    declared = text_named(options, "quantization") or ""
+    return "float8" if "fp8" in declared or "float8" in declared else None
 
 
 def numbers_named(options: Any, name: str, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float]]:

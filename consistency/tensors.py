@@ -10,8 +10,8 @@ so that a fault far below the noise of one token shows in many tokens, and few t
 
 import copy
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,17 +127,22 @@ def vision_tensors(model: Any) -> Names:
 
 
 @contextmanager
-def swapped(now: Scorer, before: Scorer, names: Names) -> Iterator[None]:
-    """Give some tensors of a model the values of another one."""
-    mine, theirs = (dict(scorer.model.named_parameters()) for scorer in (now, before))
-    kept = {name: mine[name].data for name in names}
-    for name in names:
-        mine[name].data = theirs[name].data
+def with_values(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Give tensors other values, and take them back at the end."""
+    kept = [(tensor, tensor.data, new) for tensor, new in values]
+    for tensor, _, new in kept:
+        tensor.data = new
     try:
         yield
     finally:
-        for name, values in kept.items():
-            mine[name].data = values
+        for tensor, old, _ in kept:
+            tensor.data = old
+
+
+def swapped(now: Scorer, before: Scorer, names: Names) -> AbstractContextManager[None]:
+    """Give some tensors of a model the values of another one."""
+    mine, theirs = (dict(scorer.model.named_parameters()) for scorer in (now, before))
+    return with_values([(mine[name], theirs[name].data) for name in names])
 
 
 def add_up(engine: Floats, start: Floats, effects: dict[Names, Floats]) -> list[Names]:
@@ -157,6 +162,7 @@ TOKENS = 512
 MOST_PARAMETERS = 20_000_000
 ELEMENTS_AT_A_TIME = 50_000_000  # of gradients
 SKETCH = 8192  # elements of a tensor's gradient that are kept, larger ones are hashed to as many
+VOCABULARY_WORDS = ("embed", "lm_head", "wte")
 EVERY = "all tensors"
 TOWER = "the vision tower"
 MARGIN_NATS = 12.0  # over the next tensor
@@ -164,7 +170,6 @@ CLEAR_NATS = 40.0  # over noise alone, of weights where the tensor stays open
 MOST_NOISE = 0.2  # of the size of D, that an exact change may leave as noise
 MOST_LEFT = 0.3  # of it, where a change was only weighed
 LARGEST = 0.5  # root mean square of D, in nats, up to which the first order holds
-FACTORS = {"zero": 0.0, "halved": 0.5, "doubled": 2.0, "with the other sign": -1.0}
 SCALES = np.logspace(-3, 9, 49)
 
 
@@ -172,16 +177,14 @@ SCALES = np.logspace(-3, 9, 49)
 class ChangedTensor:
     """The tensor, the nats by which it beats the next one and noise alone, and what it leaves.
 
-    `noise` is the share of the root mean square of D that stays unexplained; `how` describes an
-    exact change that was scored, None for one that was only weighed. Where several tensors are
-    about as likely, `is_open` is true, and `name` lists the likeliest.
+    `noise` is the share of the root mean square of D that stays unexplained. Where several tensors
+    are about as likely, `is_open` is true, and `name` lists the likeliest.
     """
 
     name: str
     margin: float
     nats: float
     noise: float
-    how: str | None = None
     is_open: bool = False
 
 
@@ -202,9 +205,6 @@ def find_changed_tensor(
     usable = np.isfinite(difference) & (np.abs(difference) < RESIDUAL_BOUND)
     if usable.sum() < 0.8 * len(usable) or not difference[usable].any():
         return None
-    exact = find_rescaled(scorer, sample, base, temperature)
-    if exact is not None:
-        return exact
     size = float(np.sqrt(np.mean(difference[usable] ** 2)))
     if size > LARGEST:
         return None
@@ -236,29 +236,6 @@ def find_changed_tensor(
         return None
     near = [name for name in ranked if nats - weighed[name][0] <= MARGIN_NATS]
     return replace(found, name=", ".join(near[:3]), is_open=True)
-
-
-def find_rescaled(scorer: Scorer, rows: Sequences, base: Floats, temperature: float) -> ChangedTensor | None:
-    parameters = dict(scorer.model.named_parameters())
-    if len(parameters) > MOST_TENSORS:
-        return None
-    engine = np.where(np.isfinite(rows.engine_logprobs[rows.scored]), rows.engine_logprobs[rows.scored], base)
-    gains: dict[tuple[str, str], float] = {}
-    left: dict[tuple[str, str], float] = {}
-    for name, parameter in parameters.items():
-        own = parameter.data
-        for how, factor in FACTORS.items():
-            parameter.data = own * factor
-            predicted = score_logprobs(scorer, rows, temperature=temperature)
-            gains[name, how] = nats_gained(engine, base, predicted)
-            left[name, how] = float(np.median(np.abs(engine - predicted)))
-        parameter.data = own
-    best = max(gains, key=lambda key: gains[key])
-    size = float(np.median(np.abs(engine - base)))
-    if left[best] > MOST_NOISE * size or gains[best] < MARGIN_NATS:
-        return None
-    next_best = max(gain for key, gain in gains.items() if key != best)
-    return ChangedTensor(best[0], gains[best] - next_best, gains[best], left[best] / size, best[1])
 
 
 def kernels_of(scorer: Scorer, rows: Sequences, temperature: float) -> dict[str, Tensor]:

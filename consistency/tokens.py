@@ -4,7 +4,8 @@ Nothing is averaged here. A logprob that is not a finite number <= 0 is counted 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +73,13 @@ class Sequences:
     def num_rows(self) -> int:
         """Number of rows."""
         return len(self.cu_seqlens) - 1
+
+    def of_tokens(self, at: Ints, cu_seqlens: Ints, **per_row: Any) -> "Sequences":
+        """Return rows of these tokens, in this order; `per_row` columns where rows are others."""
+        names = ("input_ids", "sampled", "engine_logprobs", "versions", "experts")
+        columns: dict[str, Any] = {name: getattr(self, name) for name in names}
+        taken: dict[str, Any] = {n: None if column is None else column[at] for n, column in columns.items()}
+        return replace(self, cu_seqlens=cu_seqlens, **taken, **per_row)
 
     def row(self, row: int) -> slice:
         """Return the slice of a row's tokens."""

@@ -9,17 +9,19 @@ logits and returns normalised log probabilities [rows, vocab], minus infinity fo
 excludes.
 """
 
+import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from consistency.score import TOKENS_PER_PASS, Scorer, predictors
-from consistency.tokens import ROUNDING_ABOVE_ZERO, Floats, Ints, Sequences, is_minus_infinity
+from consistency.tokens import PER_ROW, ROUNDING_ABOVE_ZERO, Floats, Ints, Sequences, is_minus_infinity
 
 # Size of the full logits that a transform is tested on: 1,365 tokens of a vocabulary of 49 k, of
 # which the screening takes 341.
@@ -93,12 +95,16 @@ class Family:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Logprobs of the tokens under one hypothesis, float64 [sample]; `parameter` may be without use."""
+    """Logprobs of the tokens under one hypothesis, float64 [sample]; `parameter` may be without use.
+
+    `rows` says of how many rows it holds, "" of all.
+    """
 
     cause: str
     name: str
     parameter: float
     logprobs: Floats
+    rows: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,24 +125,20 @@ class LogitSample:
 class Replays:
     """Every tested prediction; float64 [sample].
 
-    `base` is the trainer's own logprob, which also replaces unusable ones in `engine`; `rounding`
-    is the effect of bfloat16 logits; `largest` is the logprob of the most likely token.
+    `base` is the trainer's own logprob, which also replaces unusable ones in `engine`.
     """
 
     rows: Ints
     sample: Ints
     engine: Floats
     base: Floats
-    rounding: Floats
-    largest: Floats
     predictions: tuple[Prediction, ...]
 
 
 def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_id: int | None) -> Replays:
     """Screen all transforms on a subsample, test promising ones on the rest, refine their grids."""
     sample = select_sample(scorer, sequences)
-    references = [as_is, bfloat16_logits, largest_logprob]
-    base, rounded, largest = evaluate(scorer, sequences, sample, temperature, references)
+    base = evaluate(scorer, sequences, sample, temperature, [as_is])[0]
     engine = usable_or(sequences.engine_logprobs[sample.tokens], base)
 
     def predict(
@@ -154,14 +156,22 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
     every = transform_families(eos_token_id)
     thinned = {name: values[::stride] for name, values in vars(sample).items() if name != "rows"}
     screened = predict(replace(sample, **thinned), every, [family.grid for family in every])
-    tried = [family for family in every if is_promising(family, screened, engine[::stride], base[::stride])]
+    row = sequences.row_of_token[sample.tokens]
+    seen = engine[::stride], base[::stride], row[::stride]
+    tried = [family for family in every if is_promising(family, screened, *seen)]
     predictions = predict(sample, tried, [family.grid for family in tried])
     for _ in range(ZOOMS):
-        predictions += predict(sample, tried, [finer_grid(f, predictions, engine, base) for f in tried])
-    return Replays(sample.rows, sample.places, engine, base, rounded - base, largest, tuple(predictions))
+        predictions += predict(sample, tried, [finer_grid(f, predictions, engine, base, row) for f in tried])
+    if scorer.model.dtype == torch.float32:
+        low = replace(scorer, head=replace(scorer.head, layer=copy.deepcopy(scorer.head.layer).bfloat16()))
+        multiplied = evaluate(low, sequences, sample, temperature, [as_is])[0]
+        predictions.append(Prediction("R37", "an output layer in bfloat16", 0.0, multiplied))
+    return Replays(sample.rows, sample.places, engine, base, tuple(predictions))
 
 
-def is_promising(family: Family, screened: Sequence[Prediction], engine: Floats, base: Floats) -> bool:
+def is_promising(
+    family: Family, screened: Sequence[Prediction], engine: Floats, base: Floats, row: Ints
+) -> bool:
     """Return whether a transform of the family beats the trainer's distribution by any criterion.
 
     The bar is far lower than that of an explanation.
@@ -169,9 +179,11 @@ def is_promising(family: Family, screened: Sequence[Prediction], engine: Floats,
     if family.cause == "R06":  # EOS forbidden for the first tokens alone fits the others worse
         return True
     members = [p.logprobs for p in screened if p.name == family.name]
-    explains = min(residual_size(engine, p) for p in members) < 0.95 * residual_size(engine, base)
-    squares = min(mean_square(engine, p) for p in members) < 0.9 * mean_square(engine, base)
-    return explains or squares or max(likelihood(base, p) for p in members) > SCREENING_NATS
+    likelier = max(likelihood(base, p) for p in members) > SCREENING_NATS
+    return likelier or any(
+        min(miss(engine, base, row, p) for p in members) < share * miss(engine, base, row, base)
+        for miss, share in MISSES.items()
+    )
 
 
 def usable_or(engine: Floats, base: Floats) -> Floats:
@@ -182,19 +194,19 @@ def usable_or(engine: Floats, base: Floats) -> Floats:
 
 
 def finer_grid(
-    family: Family, predictions: Sequence[Prediction], engine: Floats, base: Floats
+    family: Family, predictions: Sequence[Prediction], engine: Floats, base: Floats, row: Ints
 ) -> tuple[float, ...]:
     """Return points between the best grid points and their neighbours.
 
-    Both the best by residual and the best by likelihood; empty for a family that is not refined.
+    The best by residual, by likelihood, and for some of the rows; empty for a family that is not
+    refined.
     """
     if not family.refine:
         return ()
     members = sorted((p for p in predictions if p.name == family.name), key=lambda p: p.parameter)
-    judged = (
-        min(range(len(members)), key=lambda i: residual_size(engine, members[i].logprobs)),
-        max(range(len(members)), key=lambda i: likelihood(base, members[i].logprobs)),
-    )
+    places = range(len(members))
+    judged = [min(places, key=lambda i: miss(engine, base, row, members[i].logprobs)) for miss in MISSES]
+    judged.append(max(places, key=lambda i: likelihood(base, members[i].logprobs)))
     known = {p.parameter for p in members}
     points: set[float] = set()
     for best in judged:
@@ -218,6 +230,72 @@ def bounded(difference: Floats) -> Floats:
 def mean_square(engine: Floats, predicted: Floats) -> float:
     """Bounded mean square of a prediction's difference, which the worst tokens dominate."""
     return float((np.minimum(np.abs(engine - predicted), RESIDUAL_BOUND) ** 2).mean())
+
+
+ROWS_TO_TRY = 4  # before one of them is explained
+LEAST_TO_WEIGH = 1e-5  # mean |D|; float32 kernels on CPUs differ by 1e-6
+
+
+def row_means(engine: Floats, predicted: Floats, row: Ints) -> Floats:
+    """Bounded mean |difference| of each row's tokens; 0 for rows without tokens."""
+    size = bounded(engine - predicted)
+    return np.bincount(row, size) / np.maximum(np.bincount(row), 1)
+
+
+def left_by_row(engine: Floats, base: Floats, row: Ints, predicted: Floats) -> float:
+    """Mean |difference| of rows by the trainer's or the predicted logprobs, whichever fits each better."""
+    return float(np.minimum(row_means(engine, base, row), row_means(engine, predicted, row)).mean())
+
+
+def of_some_rows(engine: Floats, now: Floats, row: Ints, tried: Sequence[Prediction]) -> Prediction | None:
+    """Give each row the prediction of one cause that explains it; None if none does, or one explains all."""
+    places = [np.flatnonzero(row == one) for one in np.unique(row)]
+    columns = [now, *(p.logprobs for p in tried)]
+    sizes = np.array([[residual_size(engine[at], column[at]) for at in places] for column in columns])
+    own, best = sizes[0], sizes[1:].argmin(0)
+    is_theirs = (sizes[1:].min(0) < EXPLAINED * own) & (own > LEAST_TO_WEIGH)
+    moved, used = int(is_theirs.sum()), np.bincount(best[is_theirs], minlength=len(tried))
+    if moved < 2 or used.max() == len(places):
+        return None
+    predicted = now.copy()
+    for number in np.flatnonzero(is_theirs):
+        predicted[places[number]] = tried[best[number]].logprobs[places[number]]
+    rows = f"{moved} of {len(places)} rows"
+    return replace(tried[int(used.argmax())], logprobs=predicted, rows=rows)
+
+
+# What a prediction misses, and the share of what the trainer misses below which it is promising.
+MISSES: dict[Callable[[Floats, Floats, Ints, Floats], float], float] = {
+    lambda engine, base, row, predicted: residual_size(engine, predicted): 0.95,
+    lambda engine, base, row, predicted: mean_square(engine, predicted): 0.9,
+    left_by_row: 0.9,
+}
+
+
+def best_by_row(
+    rows: Sequences, now: Floats, tried: Callable[[int, Ints], Iterable[Floats]], cause: str, name: str
+) -> list[Prediction]:
+    """Predict each bad row, the worst first, by what explains it best of what is tried for it.
+
+    `tried` gets a row and the places of its tokens; if it explains none of the worst, that is all.
+    """
+    row, engine, predicted = rows.row_of_token[rows.scored], rows.engine_logprobs[rows.scored], now.copy()
+    means, moved = row_means(engine, now, row), 0
+    worst = np.argsort(-means, kind="stable")
+    bad = worst[means[worst] > max(LEAST_TO_WEIGH, EXPLAINED**2 * means[worst[0]])].tolist()
+    for number, one in enumerate(bad):
+        if number == ROWS_TO_TRY and not moved:
+            break
+        places = np.flatnonzero(row == one)
+        left, best = EXPLAINED * means[one], None
+        for found in tried(one, places):
+            if (apart := bounded(engine[places] - found).mean()) < left:
+                left, best = apart, found
+        if best is not None:
+            predicted[places] = best
+            moved += 1
+    of = "" if moved == rows.num_rows else f"{moved} of {rows.num_rows} rows"
+    return [Prediction(cause, name, 0.0, predicted, of)] if moved else []
 
 
 def likelihood(base: Floats, predicted: Floats) -> float:
@@ -259,15 +337,12 @@ def select_rows(sequences: Sequences, rows: Ints) -> Sequences:
     """Select rows in the given order, with the columns that scoring reads."""
     tokens = np.concatenate([np.arange(*sequences.cu_seqlens[row : row + 2]) for row in rows])
     bounds = np.concatenate([[0], np.cumsum(np.diff(sequences.cu_seqlens)[rows])])
-    return Sequences(
-        sequences.input_ids[tokens],
-        bounds,
-        sequences.sampled[tokens],
-        sequences.engine_logprobs[tokens],
-        worker=None if sequences.worker is None else sequences.worker[rows],
-        images=None if sequences.images is None else tuple(sequences.images[row] for row in rows),
-        experts=None if sequences.experts is None else sequences.experts[tokens],
-    )
+    per_row: dict[str, Any] = dict.fromkeys(PER_ROW)
+    if sequences.worker is not None:
+        per_row["worker"] = sequences.worker[rows]
+    if sequences.images is not None:
+        per_row["images"] = tuple(sequences.images[row] for row in rows)
+    return sequences.of_tokens(tokens, bounds, **per_row)
 
 
 def evaluate(
@@ -337,6 +412,8 @@ def transform_families(eos_token_id: int | None) -> list[Family]:
         Family("R50", "final logit soft cap", soft_cap, (2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)),
         Family("R50", "no final logit soft cap", soft_cap, (float("inf"),), refine=False),
         Family("R53", "vocabulary padding rows", padded_vocabulary, tuple(4.0**k for k in range(10))),
+        Family("R09", "most likely token", largest_logprob, (0.0,), refine=False),
+        Family("R37", "logits rounded to bfloat16", bfloat16_logits, (0.0,), refine=False),
     ]
     if eos_token_id is not None:
         found.append(Family("R06", "EOS forbidden", forbidden_token, (float(eos_token_id),), refine=False))
@@ -352,7 +429,7 @@ def as_is(rows: Rows) -> Tensor:
     return normalised(rows.scaled)
 
 
-def largest_logprob(rows: Rows) -> Tensor:
+def largest_logprob(rows: Rows, _: float) -> Tensor:
     return as_is(rows).amax(1, keepdim=True).expand_as(rows.logits)
 
 
@@ -384,21 +461,18 @@ def min_p(rows: Rows, min_p: float) -> Tensor:
     return _only(rows, rows.scaled >= threshold)
 
 
-def repetition_penalty(rows: Rows, penalty: float) -> Tensor:
+def repetition_penalty(rows: Rows, penalty: float, seen: Tensor | None = None) -> Tensor:
     """Divide positive and multiply negative logits of tokens in prompt or output (CTRL, 4.1).
 
-    This is the penalty of vLLM and Transformers.
+    This is the penalty of vLLM and Transformers; `seen` counts other tokens.
     """
-    return _repetition_penalty(rows, rows.seen > 0, penalty)
+    penalised = torch.where(rows.logits > 0, rows.logits / penalty, rows.logits * penalty)
+    is_seen = (rows.seen if seen is None else seen) > 0
+    return normalised(torch.where(is_seen, penalised, rows.logits) / rows.temperature)
 
 
 def output_repetition_penalty(rows: Rows, penalty: float) -> Tensor:
-    return _repetition_penalty(rows, rows.seen_output > 0, penalty)
-
-
-def _repetition_penalty(rows: Rows, seen: Tensor, penalty: float) -> Tensor:
-    penalised = torch.where(rows.logits > 0, rows.logits / penalty, rows.logits * penalty)
-    return normalised(torch.where(seen, penalised, rows.logits) / rows.temperature)
+    return repetition_penalty(rows, penalty, rows.seen_output)
 
 
 def frequency_penalty(rows: Rows, penalty: float) -> Tensor:
@@ -416,7 +490,7 @@ def forbidden_token(rows: Rows, token_id: float) -> Tensor:
     return _only(rows, kept)
 
 
-def bfloat16_logits(rows: Rows) -> Tensor:
+def bfloat16_logits(rows: Rows, _: float = 0.0) -> Tensor:
     return normalised(rows.logits.bfloat16().float() / rows.temperature)
 
 

@@ -29,7 +29,14 @@ from consistency.score import Scorer, score_logprobs
 from consistency.source import Sampled
 from consistency.tensors import swapped, vision_tensors
 from consistency.tokens import Bools, Floats, Images, Ints, Sequences
-from consistency.transforms import EXPLAINED, Prediction, bounded, residual_size, select_rows, usable_or
+from consistency.transforms import (
+    Prediction,
+    best_by_row,
+    bounded,
+    residual_size,
+    select_rows,
+    usable_or,
+)
 
 
 def placeholder_counts(processor: VisionProcessor, images: Images) -> tuple[tuple[int, ...], ...]:
@@ -60,16 +67,8 @@ def expanded(rows: Sequences, token_id: int, counts: Sequence[Sequence[int]]) ->
 
 def with_repeats(rows: Sequences, repeats: Ints) -> Sequences:
     """Repeat each token so many times; 0 leaves it out."""
-    at = np.repeat(np.arange(len(repeats)), repeats)
     ends = np.concatenate([[0], np.cumsum(repeats)])
-    return replace(
-        rows,
-        input_ids=rows.input_ids[at],
-        sampled=rows.sampled[at],
-        engine_logprobs=rows.engine_logprobs[at],
-        versions=None if rows.versions is None else rows.versions[at],
-        cu_seqlens=ends[rows.cu_seqlens],
-    )
+    return rows.of_tokens(np.repeat(np.arange(len(repeats)), repeats), ends[rows.cu_seqlens])
 
 
 def prepare_images(scorer: Scorer, sampled: Sampled) -> Sampled:
@@ -174,7 +173,6 @@ PARTS_OF_LIMIT = (0.25, 0.5, 2.0, 4.0)
 ORIENTATION = Base.Orientation
 ROWS_TO_SCREEN = 16
 PARTNERS_TO_TRY = 4
-ROWS_TO_TRY = 64
 
 
 Treatment = tuple[str, str, Sequences, Scorer]  # cause, name, rows as they would be, who scores them
@@ -370,35 +368,18 @@ def exchanged_images(scorer: Scorer, rows: Sequences, base: Floats, temperature:
     Args:
         base: logprobs of `rows` as they are, float64 [scored].
     """
-    assert rows.images is not None
     assert scorer.processor is not None
-    row_of_place = rows.row_of_token[rows.scored]
-    size = bounded(rows.engine_logprobs[rows.scored] - base)
-    counts = np.maximum(np.bincount(row_of_place, minlength=rows.num_rows), 1)
-    means = np.bincount(row_of_place, size, rows.num_rows) / counts
-    beginnings = [image_prefix(rows, row, scorer.processor.image_token_id) for row in range(rows.num_rows)]
-    predicted, moved = base.copy(), 0
-    for row in np.argsort(-means, kind="stable")[:ROWS_TO_TRY].tolist():
-        if means[row] <= EXPLAINED * means.max():
-            break
-        others = {
-            rows.images[other]: None
-            for other in range(rows.num_rows)
-            if beginnings[other] == beginnings[row] and rows.images[other] != rows.images[row]
-        }
-        values, best = rows.engine_logprobs[rows.scored][row_of_place == row], EXPLAINED * means[row]
+    token_id, every = scorer.processor.image_token_id, rows.images or ()
+    prefixes = [image_prefix(rows, row, token_id) for row in range(rows.num_rows)]
+
+    def tried(row: int, places: Ints) -> Iterator[Floats]:
+        alike = (one for one, prefix in zip(every, prefixes, strict=True) if prefix == prefixes[row])
+        others = dict.fromkeys(one for one in alike if one != every[row])
         for images in list(others)[:PARTNERS_TO_TRY]:
             one = replace(select_rows(rows, np.array([row])), images=(images,))
-            logprobs = score_logprobs(scorer, one, temperature=temperature)
-            left = float(bounded(values - logprobs).mean())
-            if left < best:
-                predicted[row_of_place == row], best = logprobs, left
-        moved += best < EXPLAINED * means[row]
-    if not moved:
-        return []
-    return [
-        Prediction("R66", f"the images of other requests for {moved} of {rows.num_rows} rows", 0.0, predicted)
-    ]
+            yield score_logprobs(scorer, one, temperature=temperature)
+
+    return best_by_row(rows, base, tried, "R66", "the images of other requests")
 
 
 def image_prefix(rows: Sequences, row: int, token_id: int) -> bytes:

@@ -6,40 +6,31 @@ the noise floor: the published level of a precision, raised by what model or eng
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from areal_core.engine.routers import Routers
 from areal_core.errors import ModelError
-from consistency.alternatives.images import image_alternatives, tower_alternative
-from consistency.alternatives.variants import Variant, best_of, scanned, variant_alternatives
+from consistency.alternatives.images import image_alternatives, tower_alternative, with_repeats
+from consistency.alternatives.variants import Variant, best_of, scanned, scored_with, variant_alternatives
 from consistency.case import DTYPES, Request, Setting
 from consistency.diagnose import Diagnosis, is_accusation
 from consistency.measure import NOISE, Noise, k3
 from consistency.rescoring import Rescoring
 from consistency.score import Scorer, load_scorer, logprobs_after, read_prefix, score_logprobs
-from consistency.tensors import find_changed_tensor, find_stale_tensors, swapped
+from consistency.tensors import find_changed_tensor, find_stale_tensors, swapped, with_values
 from consistency.tokens import Floats, Ints, Sequences
-from consistency.transforms import (
-    EXPLAINED,
-    Prediction,
-    Replays,
-    bounded,
-    mean_square,
-    usable_or,
-)
+from consistency.transforms import LEAST_TO_WEIGH, Prediction, Replays, best_by_row, bounded, usable_or
 
 # Two rounding kernels differ more than a rounding one from an exact one: sqrt(2), with a margin.
 NOISE_MARGIN = 1.6
 
 SETTLED_CONFIDENCE = 0.85
 MOST_TO_MEASURE = 1_000_000_000  # parameters; published noise is of models of 4 billion and more
-LEAST_TO_WEIGH = 1e-5  # mean |D|; float32 kernels on CPUs differ by 1e-6
 EXPERTS = "the engine's experts"
 Diagnose = Callable[..., Diagnosis]  # diagnose(setting, alternatives=...)
 
@@ -98,7 +89,11 @@ def probe_dtype(inputs: ProbeInputs) -> list[Prediction]:
     other = "bfloat16" if inputs.dtype == "float32" else "float32"
     model = load_scorer(inputs.request.model, DTYPES[other], inputs.request.device)
     temperature = inputs.setting.temperature
-    return [checkpoint_alternative(model, inputs.rows, "R38", f"scoring in {other}", temperature)]
+    scored = checkpoint_alternative(model, inputs.rows, "R38", f"scoring in {other}", temperature)
+    values = [(p, lambda old: old.bfloat16().to(old)) for p in inputs.scorer.model.parameters()]
+    copied = Variant("R38", "a copy of the weights in bfloat16", list(values))
+    rounded = scored_with(copied, inputs.scorer, inputs.rows, temperature)
+    return [scored, Prediction("R38", copied.name, 0.0, rounded)]
 
 
 def probe_checkpoints(inputs: ProbeInputs) -> list[Prediction]:
@@ -122,8 +117,10 @@ def probe_checkpoints(inputs: ProbeInputs) -> list[Prediction]:
         cause = "R24" if name == PREVIOUS else "R32" if is_adapter(inputs.scorer, other) else "R32.base"
         whole = checkpoint_alternative(other, inputs.rows, cause, name, temperature)
         found += tower_alternative(inputs.scorer, other, inputs.rows, name, temperature)
-        found += [whole, *of_some_rows(inputs.rows, now, whole)]
+        found.append(whole)
         found += stale_prefixes(inputs, other, name, now)
+        if cause == "R24":
+            found += changed_within_rows(inputs, other, whole, now)
         if cause == "R32":
             scales = adapter_scales(inputs.scorer, other)
             found += best_of(inputs.scorer, inputs.rows, temperature, list(scales))
@@ -161,21 +158,6 @@ def adapter_scales(now: Scorer, base: Scorer) -> Iterator[Variant]:
     return scanned(scaled, ADAPTER_SCALES, 1.0)
 
 
-def of_some_rows(rows: Sequences, now: Floats, other: Prediction) -> list[Prediction]:
-    """Return the alternative for the rows alone that it explains; none if these are all, or one."""
-    engine, row = rows.engine_logprobs[rows.scored], rows.row_of_token[rows.scored]
-    count = np.maximum(np.bincount(row, minlength=rows.num_rows), 1)
-    own, theirs = (
-        np.bincount(row, bounded(engine - values), rows.num_rows) / count for values in (now, other.logprobs)
-    )
-    is_theirs = (theirs < EXPLAINED * own) & (own > LEAST_TO_WEIGH)
-    if not 1 < is_theirs.sum() < rows.num_rows:
-        return []
-    predicted = np.where(is_theirs[row], other.logprobs, now)
-    name = f"{other.name} for {int(is_theirs.sum())} of {rows.num_rows} rows"
-    return [Prediction(f"{other.cause.partition('.')[0]}.rows", name, 0.0, predicted)]
-
-
 CACHE_BLOCK = 8  # tokens, of which the blocks of engines are multiples
 MOST_PREFIXES = 8  # of different lengths that are tried for a row
 
@@ -186,37 +168,54 @@ def stale_prefixes(inputs: ProbeInputs, other: Scorer, name: str, now: Floats) -
     How many tokens an engine had in its cache differs by request: for each row, the number that
     fits best.
     """
-    rows, predicted = inputs.rows, now.copy()
-    row_of_place, engine = rows.row_of_token[rows.scored], rows.engine_logprobs[rows.scored]
-    bad = np.unique(row_of_place[bounded(engine - now) > LEAST_TO_WEIGH]).tolist()
-    for row in bad if rows.images is None else ():
-        places = np.flatnonzero(row_of_place == row)
-        ids, at = rows.input_ids[rows.row(row)], rows.scored[places] - rows.cu_seqlens[row]
-        last = int(at[0]) - 1
+
+    def tried(row: int, places: Ints) -> Iterator[Floats]:
+        last = int(inputs.rows.scored[places[0]] - inputs.rows.cu_seqlens[row]) - 1
         for length in (*range(CACHE_BLOCK, last, max(CACHE_BLOCK, last // MOST_PREFIXES)), last):
-            cache = read_prefix(other, ids[:length])
-            found = logprobs_after(
-                inputs.scorer, cache, ids[length:], at - length, inputs.setting.temperature
-            )
-            if mean_square(engine[places], found) < mean_square(engine[places], predicted[places]):
-                predicted[places] = found
-    whole = Prediction("R29", f"the keys and values of {name} for the prompts", 0.0, predicted)
-    return of_some_rows(rows, now, whole) or [replace(whole, cause="R29.rows")]
+            yield after_prefix(inputs, other, row, places, length)
+
+    if inputs.rows.images is not None:
+        return []
+    return best_by_row(inputs.rows, now, tried, "R29.rows", f"the keys and values of {name} for the prompts")
 
 
-@contextmanager
-def last_update_on(now: Scorer, previous: Scorer, base: Scorer) -> Iterator[None]:
+def changed_within_rows(
+    inputs: ProbeInputs, other: Scorer, before: Prediction, now: Floats
+) -> list[Prediction]:
+    """Score with another checkpoint up to the token of each row that fits best, and the model after it.
+
+    The keys and values of the tokens before it are kept, or computed again (R30).
+    """
+    rows = inputs.rows
+    engine = rows.engine_logprobs[rows.scored]
+    saved = bounded(engine - before.logprobs) - bounded(engine - now)
+
+    def tried(row: int, places: Ints) -> Iterator[Floats]:
+        nearest = np.argmin(np.concatenate([[0.0], np.cumsum(saved[places])]))
+        for cut in {int(nearest), int(np.argmax(saved[places] > LEAST_TO_WEIGH))}:
+            kept = int(rows.scored[places[min(cut, len(places) - 1)]] - rows.cu_seqlens[row]) - 1
+            for rest in (now[places], after_prefix(inputs, other, row, places, kept)):
+                yield np.concatenate([before.logprobs[places[:cut]], rest[cut:]])
+
+    name = f"{before.name} up to a token of each row, and the model after it,"
+    return best_by_row(rows, now, tried, "R30.cut", name)
+
+
+def after_prefix(inputs: ProbeInputs, other: Scorer, row: int, places: Ints, length: int) -> Floats:
+    """Score a row after keys and values of another model for its first tokens; NaN of those."""
+    ids = inputs.rows.input_ids[inputs.rows.row(row)]
+    at = inputs.rows.scored[places] - inputs.rows.cu_seqlens[row]
+    later, found = at > length, np.full(len(at), np.nan)
+    cache, temperature = read_prefix(other, ids[:length]), inputs.setting.temperature
+    found[later] = logprobs_after(inputs.scorer, cache, ids[length:], at[later] - length, temperature)
+    return found
+
+
+def last_update_on(now: Scorer, previous: Scorer, base: Scorer) -> AbstractContextManager[None]:
     """Give a model the weights of the base plus what the last update changed."""
-    mine = dict(now.model.named_parameters())
     before, first = (dict(scorer.model.named_parameters()) for scorer in (previous, base))
-    kept = {name: values.data for name, values in mine.items()}
-    for name, values in mine.items():
-        values.data = first[name].data + (kept[name] - before[name].data)
-    try:
-        yield
-    finally:
-        for name, data in kept.items():
-            mine[name].data = data
+    mine = now.model.named_parameters()
+    return with_values([(p, first[name].data + (p.data - before[name].data)) for name, p in mine])
 
 
 def checkpoint_alternative(
@@ -259,18 +258,13 @@ def bos_alternatives(
 
 def with_begin(sequences: Sequences, token_id: int | None) -> Sequences:
     """Put a token before each row, or leave the first one out for None."""
-    begins, by = sequences.cu_seqlens[:-1], np.arange(len(sequences.cu_seqlens))
-
-    def changed(column: Any, value: Any) -> Any:
-        return np.delete(column, begins) if token_id is None else np.insert(column, begins, value)
-
-    return Sequences(
-        input_ids=changed(sequences.input_ids, token_id),
-        sampled=changed(sequences.sampled, False),
-        engine_logprobs=changed(sequences.engine_logprobs, 0.0),
-        cu_seqlens=sequences.cu_seqlens - by if token_id is None else sequences.cu_seqlens + by,
-        images=sequences.images,
-    )
+    repeats = np.ones(len(sequences.input_ids), np.int64)
+    repeats[sequences.cu_seqlens[:-1]] = 0 if token_id is None else 2
+    changed = with_repeats(sequences, repeats)
+    if token_id is not None:
+        begins = changed.cu_seqlens[:-1]
+        changed.input_ids[begins], changed.sampled[begins] = token_id, False
+    return changed
 
 
 def noise_of_model(published: Noise, other_dtype: Prediction, replays: Replays) -> Noise:
@@ -340,71 +334,40 @@ def expert_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> 
     return alternatives
 
 
-ROWS_TO_TRY = 4
 TOKENS_TO_TRY = 16  # of a completion
-MOST_TOKENS = 60_000  # to score before one row fits another prompt
-MOST_TOKENS_AFTER = 500_000
+MOST_TOKENS = 500_000  # to score after the prompts of other rows
 
 
 def prompt_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
     """Score bad rows after the prompts of other rows (R12)."""
     turns = [np.diff(rows.sampled[rows.row(row)].astype(int)) for row in range(rows.num_rows)]
+    every, num_tokens = list(range(rows.num_rows)), int(rows.cu_seqlens[-1])
     if rows.num_rows < 2 or any((changes < 0).any() for changes in turns):
         return []
-    base = score_logprobs(scorer, rows, temperature=temperature)
-    row_of_place = rows.row_of_token[rows.scored]
-    size = bounded(rows.engine_logprobs[rows.scored] - base)
-    counts = np.bincount(row_of_place, minlength=rows.num_rows)
-    means = np.bincount(row_of_place, size, rows.num_rows) / np.maximum(counts, 1)
-    worst = np.argsort(-means, kind="stable")
-    num_tried = min(ROWS_TO_TRY, MOST_TOKENS // int(rows.cu_seqlens[-1]))
-    tried = {int(row): best_prompt(scorer, rows, int(row), temperature) for row in worst[:num_tried]}
-    if not any(fits(partner, means[row], row) for row, partner in tried.items()):
-        return []
-    predicted, moved, left = base.copy(), 0, MOST_TOKENS_AFTER
-    for row in worst[means[worst] > EXPLAINED * means[worst[0]]].tolist():
-        left -= int(rows.cu_seqlens[-1])
-        partner = tried.get(row) or (best_prompt(scorer, rows, row, temperature) if left > 0 else (row, 0.0))
-        if fits(partner, means[row], row):
-            moved += 1
-            predicted[row_of_place == row] = after_prompts(
-                scorer, rows, row, [partner[0]], None, temperature
-            )[0]
-    return [
-        Prediction("R12", f"the prompts of other rows for {moved} of {rows.num_rows} rows", 0.0, predicted)
-    ]
+    most = iter(range(MOST_TOKENS // num_tokens))
 
+    def tried(row: int, places: Ints) -> Iterator[Floats]:
+        if next(most, None) is None:
+            return
+        values = rows.engine_logprobs[rows.scored[places]][:TOKENS_TO_TRY]
+        after = after_prompts(scorer, rows, row, every, TOKENS_TO_TRY, temperature)
+        best = int(np.argmin(bounded(values - after).mean(1)))
+        if best != row:
+            yield after_prompts(scorer, rows, row, [best], None, temperature)[0]
 
-def fits(partner: tuple[int, float], mean: float, row: int) -> bool:
-    """Return whether another row's prompt explains a row."""
-    return partner[0] != row and partner[1] < EXPLAINED * mean
-
-
-def best_prompt(scorer: Scorer, rows: Sequences, row: int, temperature: float) -> tuple[int, float]:
-    values = rows.engine_logprobs[rows.row(row)][rows.sampled[rows.row(row)]][:TOKENS_TO_TRY]
-    every = list(range(rows.num_rows))
-    misses = bounded(values - after_prompts(scorer, rows, row, every, TOKENS_TO_TRY, temperature)).mean(1)
-    best = int(np.argmin(misses))
-    return best, float(misses[best])
+    now = score_logprobs(scorer, rows, temperature=temperature)
+    return best_by_row(rows, now, tried, "R12", "the prompts of other rows")
 
 
 def after_prompts(
     scorer: Scorer, rows: Sequences, row: int, prompts: list[int], count: int | None, temperature: float
 ) -> Floats:
-    def split(one: int) -> tuple[Ints, Ints]:
-        ids, sampled = rows.input_ids[rows.row(one)], rows.sampled[rows.row(one)]
-        return ids[~sampled], ids[sampled]
-
-    completion = split(row)[1][:count]
-    joined = [np.concatenate([split(one)[0], completion]) for one in prompts]
-    lengths = np.array([len(ids) for ids in joined])
-    packed = Sequences(
-        np.concatenate(joined),
-        np.concatenate([[0], np.cumsum(lengths)]),
-        np.concatenate([np.arange(length) >= length - len(completion) for length in lengths]),
-        np.zeros(lengths.sum()),
-        images=None if rows.images is None else tuple(rows.images[one] for one in prompts),
-    )
+    bounds = [np.arange(*rows.cu_seqlens[one : one + 2]) for one in range(rows.num_rows)]
+    completion = bounds[row][rows.sampled[bounds[row]]][:count]
+    joined = [np.concatenate([bounds[one][~rows.sampled[bounds[one]]], completion]) for one in prompts]
+    images = None if rows.images is None else tuple(rows.images[one] for one in prompts)
+    alone = Sequences(rows.input_ids, rows.cu_seqlens, rows.sampled, rows.engine_logprobs)
+    packed = alone.of_tokens(np.concatenate(joined), np.cumsum([0, *map(len, joined)]), images=images)
     return score_logprobs(scorer, packed, temperature=temperature).reshape(len(prompts), -1)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from consistency.case import TIE_RATIO
 from consistency.score import Scorer, score_logprobs
+from consistency.tensors import MOST_TENSORS, VOCABULARY_WORDS, with_values
 from consistency.tokens import Floats, Sequences
 from consistency.transforms import Prediction, mean_square, select_rows, spread_rows
 
@@ -48,19 +49,13 @@ class Variant:
     def applied(self) -> Iterator[None]:
         """Apply the change, and take it back at the end."""
         with ExitStack() as undo:
-            for tensor, change in self.values:
-                undo.callback(setattr, tensor, "data", tensor.data)
-                tensor.data = change(tensor.data)
+            undo.enter_context(with_values([(tensor, change(tensor.data)) for tensor, change in self.values]))
             for owner, name, value in self.attributes:
                 undo.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, value)
             for module, hook in self.hooks:
                 undo.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             yield
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.values or self.attributes or self.hooks)
 
 
 Scan = tuple[Callable[[float], Variant], tuple[float, ...], float]  # maker, grid, the model's number
@@ -83,11 +78,14 @@ def best_of(scorer: Scorer, rows: Sequences, temperature: float, variants: list[
     usable = np.isfinite(engine)
 
     def miss(variant: Variant) -> float:
-        predicted = scored_with(variant, scorer, screened, temperature)
+        try:
+            predicted = scored_with(variant, scorer, screened, temperature)
+        except (RuntimeError, ValueError):  # which this class does not compute
+            return float("inf")
         return mean_square(engine[usable], np.nan_to_num(predicted[usable], neginf=-1e9))
 
     as_is = miss(Variant("", ""))
-    every = [variant for variant in variants if not variant.is_empty]
+    every = [one for one in variants if one.values or one.attributes or one.hooks]
     misses = [miss(variant) for variant in every]
     if not misses:
         return []
@@ -113,11 +111,13 @@ def variants_of(model: Any) -> Iterator[Variant]:
     yield from head_variants(model)
     yield from rotary_variants(model)
     yield from attention_variants(model)
-    yield from mlp_variants(model)
+    yield from pair_variants(model)
+    yield from option_variants(model)
     yield from norm_variants(model)
     yield from layer_variants(model)
     yield from expert_variants(model)
-    yield from (quantized_variant(model, name) for name in SCHEMES)
+    yield from quantized_variants(model)
+    yield from rescaled_variants(model)
 
 
 # Rotary positions.
@@ -128,15 +128,14 @@ def rotary_variants(model: Any) -> Iterator[Variant]:
     if own is not None:
         yield from scanned(partial(based, model), BASES, own)
         yield from (scaled(model, factor) for factor in FACTORS)
+    yield from plain_rotations(model)
     tables = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
     yield from scanned(partial(larger_table, tables), TABLE_SIZES, 1.0)
     for name, change in TABLES.items():
         yield Variant("R49", name, hooks=[(table, partial(changed_table, change)) for table in tables])
-    for name, order in (
-        ("rotary pairs side by side", side_by_side),
-        ("rotary pairs half a head apart", apart),
-    ):
-        yield Variant("R49", name, list(rows_of_heads(model, ("q_proj", "k_proj"), within(order))))
+    for name, sizes in (("side by side", (-1, 2)), ("half a head apart", (2, -1))):
+        order = partial(regrouped, *sizes, dim=1)
+        yield Variant("R49", f"rotary pairs {name}", list(rows_of_heads(model, ("q_proj", "k_proj"), order)))
 
 
 TABLES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
@@ -159,16 +158,6 @@ def changed_table(change: Callable[..., Any], module: nn.Module, args: Any, kwar
     return change(*table)
 
 
-def side_by_side(size: int) -> Tensor:
-    """Return the order of a head's rows whose pairs (2i, 2i + 1) are rotated."""
-    return torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
-
-
-def apart(size: int) -> Tensor:
-    """Return the inverse order: that of a checkpoint that was converted once too often."""
-    return side_by_side(size).argsort()
-
-
 def frequencies(model: Any) -> list[Tensor]:
     return [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
 
@@ -185,18 +174,31 @@ def based(model: Any, base: float) -> Variant:
     own = rotary_base(model)
     assert own is not None
     power = float(np.log(base) / np.log(own))
-
-    def change(old: Tensor) -> Tensor:
-        return (old.double() ** power).to(old.dtype)
-
-    name = f"rotary base {base:.3g} (the model's base is {own:.3g})"
-    return Variant("R49", name, [(buffer, change) for buffer in frequencies(model)])
+    values = [(buffer, lambda old: (old.double() ** power).to(old)) for buffer in frequencies(model)]
+    return Variant("R49", f"rotary base {base:.3g} (the model's base is {own:.3g})", list(values))
 
 
 def scaled(model: Any, factor: float) -> Variant:
     """Return the model whose positions are divided by a factor."""
     values = [(buffer, lambda old: old / factor) for buffer in frequencies(model)]
     return Variant("R49", f"positions divided by {factor:g}", list(values))
+
+
+def plain_rotations(model: Any) -> Iterator[Variant]:
+    """Yield positions without the config's scaling, and of the whole head where a part is rotated."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    base: Any = rope.get("rope_theta")
+    every, tables = (attentions(model), frequencies(model.get_decoder())) if base is not None else ([], [])
+    scales = [(one, "attention_scaling", 1.0) for one in model.modules() if hasattr(one, "attention_scaling")]
+    for name, whole in (("without the scaling of the config", 0), ("of the whole head", 1)):
+        count = whole * head_size(model, every[0]) // 2 if every else 0
+        values = [(one, partial(ladder, base, count or len(one))) for one in tables]
+        parts = [(one, "rotary_ndims", 2 * count) for one in every if whole and hasattr(one, "rotary_ndims")]
+        yield Variant("R49", f"rotary positions {name}", list(values), [*scales, *parts])
+
+
+def ladder(base: float, count: int, old: Tensor) -> Tensor:
+    return (base ** (-torch.arange(count).double() / count)).to(old)
 
 
 def refine(
@@ -227,7 +229,7 @@ def attentions(model: Any) -> list[Any]:
     return [
         module
         for module in model.modules()
-        if all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+        if all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj"))
     ]
 
 
@@ -252,11 +254,6 @@ def in_heads(size: int, order: Order, old: Tensor) -> Tensor:
     return order(old.reshape(-1, size, *old.shape[1:])).reshape(old.shape).contiguous()
 
 
-def within(order: Callable[[int], Tensor]) -> Order:
-    """Return the change of the rows inside every head."""
-    return lambda heads: heads[:, order(heads.shape[1]).to(heads.device)]
-
-
 def attention_variants(model: Any) -> Iterator[Variant]:
     config = model.config.get_text_config()
     num_heads = int(getattr(config, "num_attention_heads", 1))
@@ -270,39 +267,20 @@ def attention_variants(model: Any) -> Iterator[Variant]:
             yield Variant(
                 "R25.variant", f"the heads of {parts} {name}", list(rows_of_heads(model, names, order))
             )
-    if 1 < num_shared < num_heads:
+    if 1 < num_shared < num_heads and all(hasattr(module, "o_proj") for module in attentions(model)):
         yield shared_in_turn(model, num_heads, num_shared)
-    yield Variant("R25.variant", "k and v exchanged", list(exchanged(model, "k_proj", "v_proj")))
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     for without in (*((name,) for name in projections), projections):
-        biases = [getattr(module, name).bias for module in attentions(model) for name in without]
+        biases = [
+            getattr(getattr(one, name, None), "bias", None) for one in attentions(model) for name in without
+        ]
         known = [(bias, torch.zeros_like) for bias in biases if bias is not None]
         yield Variant("R25.variant", f"no bias of {', '.join(without)}", list(known))
-    for name, scaling in (
-        ("no scaling of attention scores", 1.0),
-        ("attention scores divided by the head size", None),
-    ):
-        attributes = [
-            (module, "scaling", 1 / head_size(model, module) if scaling is None else scaling)
-            for module in attentions(model)
-            if isinstance(getattr(module, "scaling", None), float)
-        ]
-        yield Variant("R54", name, attributes=list(attributes))
-    capped = [one for one in attentions(model) if getattr(one, "attn_logit_softcapping", None)]
-    yield Variant(
-        "R54",
-        "no soft cap of attention scores",
-        attributes=[(one, "attn_logit_softcapping", None) for one in capped],
-    )
 
 
 def shared_in_turn(model: Any, num_heads: int, num_shared: int) -> Variant:
     """Return the model whose query head h reads key-value head h modulo their number."""
-    group = num_heads // num_shared
-    order = torch.tensor([(i % group) * num_shared + i // group for i in range(num_heads)])
-
-    def in_turn(heads: Tensor) -> Tensor:
-        return heads[order.to(heads.device)]
+    in_turn = partial(regrouped, num_heads // num_shared, num_shared)
 
     def of_columns(size: int, old: Tensor) -> Tensor:
         return in_heads(size, in_turn, old.T).T.contiguous()
@@ -313,30 +291,52 @@ def shared_in_turn(model: Any, num_heads: int, num_shared: int) -> Variant:
     return Variant("R25.variant", "query heads that share keys and values in turn", values)
 
 
-def exchanged(model: Any, one: str, other: str) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-    """Yield changes that exchange two projections of the same shape."""
+PAIRS = {"k and v": ("k_proj", "v_proj"), "gate and up": ("gate_proj", "up_proj")}
+FUSED = "gate_up_proj"  # of experts, [experts, gate and up, dim]
+SHARDS = (2, 4, 8)
+
+
+def pair_variants(model: Any) -> Iterator[Variant]:
+    """Yield two projections of the same shape exchanged, or joined and cut at the wrong places."""
+    orders: dict[str, Order] = {"exchanged": lambda rows: rows.roll(len(rows) // 2, 0)}
+    for count in SHARDS:
+        orders[f"joined, then cut into {count} shards"] = partial(regrouped, count, 2)
+        orders[f"joined in {count} shards, then cut once"] = partial(regrouped, 2, count)
+    orders["joined row by row, then cut once"] = partial(regrouped, 2, -1)
+    for pair, names in PAIRS.items():
+        for how, order in orders.items():
+            yield Variant("R25.variant", f"{pair} {how}", list(reordered(model, names, order)))
+
+
+def regrouped(outer: int, inner: int, rows: Tensor, dim: int = 0) -> Tensor:
+    """Exchange the order of the two groupings of rows [outer * inner * n, ...]; one may be -1."""
+    count = rows.shape[dim]
+    if count % abs(outer * inner):
+        return rows
+    groups = rows.unflatten(dim, (outer, inner, *([-1] if min(outer, inner) > 0 else [1])))
+    return groups.transpose(dim, dim + 1).reshape(rows.shape)
+
+
+def reordered(
+    model: Any, names: tuple[str, str], order: Order
+) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+    """Yield changes of two projections whose rows, one after the other, get another order."""
+
+    def half(both: tuple[Tensor, Tensor], place: int, old: Tensor) -> Tensor:
+        return order(torch.cat(both)).chunk(2)[place].contiguous()
+
     for module in model.modules():
-        if not (hasattr(module, one) and hasattr(module, other)):
-            continue
-        first, second = (getattr(getattr(module, name), "weight", None) for name in (one, other))
+        first, second = (getattr(getattr(module, name, None), "weight", None) for name in names)
         if first is not None and second is not None and first.shape == second.shape:
-            yield first, partial(instead, second.data)
-            yield second, partial(instead, first.data)
-
-
-def instead(new: Tensor, old: Tensor) -> Tensor:
-    return new
+            both = (first.data, second.data)
+            yield first, partial(half, both, 0)
+            yield second, partial(half, both, 1)
+        fused = getattr(module, FUSED, None) if names == PAIRS["gate and up"] else None
+        if isinstance(fused, nn.Parameter) and fused.shape[-2] == 2 * module.down_proj.shape[-1]:
+            yield fused, lambda old: order(old.transpose(0, 1)).transpose(0, 1).contiguous()
 
 
 # MLP and norms.
-
-
-def mlp_variants(model: Any) -> Iterator[Variant]:
-    yield Variant("R25.variant", "gate and up exchanged", list(exchanged(model, "gate_proj", "up_proj")))
-    own = [module for module in model.modules() if isinstance(getattr(module, "act_fn", None), nn.Module)]
-    for name, activation in ACTIVATIONS.items():
-        attributes = [(module, "act_fn", activation) for module in own]
-        yield Variant("R54", f"the activation {name}", attributes=list(attributes))
 
 
 ACTIVATIONS: dict[str, nn.Module] = {
@@ -345,35 +345,40 @@ ACTIVATIONS: dict[str, nn.Module] = {
     "gelu by tanh": nn.GELU(approximate="tanh"),
     "relu": nn.ReLU(),
 }
+# Options of modules: what another value does, their names and type, and the other value.
+OPTIONS: tuple[tuple[str, str, type, Callable[[Any], Any]], ...] = (
+    ("no scaling of attention scores", "scaling", float, lambda old: 1.0),
+    ("attention scores divided by the head size", "scaling", float, lambda old: old**2),
+    ("no soft cap of attention scores", "attn_logit_softcapping", float, lambda old: None),
+    *(
+        (f"the activation {name}", "act_fn", nn.Module, lambda old, new=new: new)
+        for name, new in ACTIVATIONS.items()
+    ),
+    *((f"norms with epsilon {e:.0e}", "variance_epsilon eps", float, lambda old, e=e: e) for e in EPSILONS),
+    ("1 expert more a token", "top_k", int, lambda old: old + 1),
+    ("1 expert less a token", "top_k", int, lambda old: max(old - 1, 1)),
+    ("weights of experts without their scale", "routed_scaling_factor", float, lambda old: 1.0),
+    ("weights of experts normalised the other way", "norm_topk_prob norm_topk", bool, lambda old: not old),
+)
 
 
-def norms(model: Any) -> dict[str, list[nn.Module]]:
-    """Return the norms with a weight, by the last part of their names."""
-    found: dict[str, list[nn.Module]] = {}
-    for name, module in model.named_modules():
-        if type(module).__name__.endswith("Norm") and "weight" in dict(
-            module.named_parameters(recurse=False)
-        ):
-            found.setdefault(name.rpartition(".")[2], []).append(module)
-    return found
+def option_variants(model: Any) -> Iterator[Variant]:
+    for title, names, kind, change in OPTIONS:
+        owners = [(one, name) for one in model.modules() for name in names.split()]
+        options = [(one, name, getattr(one, name, None)) for one, name in owners]
+        changed = [(one, name, change(old)) for one, name, old in options if isinstance(old, kind)]
+        yield Variant("R54", title, attributes=changed)
 
 
 def norm_variants(model: Any) -> Iterator[Variant]:
-    by_name = norms(model)
-    every = [module for modules in by_name.values() for module in modules]
+    """Yield norms of another scale, and those of one name left out."""
+    every = [(n.rpartition(".")[2], m) for n, m in model.named_modules() if type(m).__name__.endswith("Norm")]
+    norms = [(name, module) for name, module in every if isinstance(getattr(module, "weight", None), Tensor)]
     for name, by in (("1 + weight", 1.0), ("weight - 1", -1.0)):
-        values = [(module.get_parameter("weight"), partial(torch.add, other=by)) for module in every]
+        values = [(module.get_parameter("weight"), partial(torch.add, other=by)) for _, module in norms]
         yield Variant("R54", f"norms scaled by {name}", list(values))
-    for epsilon in EPSILONS:
-        attributes = [
-            (module, name, epsilon)
-            for module in every
-            for name in ("variance_epsilon", "eps")
-            if isinstance(vars(module).get(name), float)
-        ]
-        yield Variant("R54", f"norms with epsilon {epsilon:.0e}", attributes=list(attributes))
-    for name, modules in by_name.items():
-        yield Variant("R25.variant", f"{name} skipped", hooks=[(module, skip) for module in modules])
+    for one in dict.fromkeys(name for name, _ in norms):
+        yield Variant("R25.variant", f"{one} skipped", hooks=[(m, skip) for name, m in norms if name == one])
 
 
 def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -387,7 +392,6 @@ def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
 
 def head_variants(model: Any) -> Iterator[Variant]:
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    zeros: Hook = lambda module, args, kwargs, logits: torch.zeros_like(logits)  # noqa: E731
     yield Variant("R26.variant", "an output layer, or an embedding, of zeros", hooks=[(output, zeros)])
     if output.weight is not embedding.weight and output.weight.shape == embedding.weight.shape:
         values = [(output.weight, lambda old: embedding.weight.data)]
@@ -405,23 +409,29 @@ def layer_variants(model: Any) -> Iterator[Variant]:
             yield Variant("R25.variant", f"layer {number} skipped", hooks=[(layer, skip)])
 
 
+RESCALED = {"zero": 0.0, "halved": 0.5, "doubled": 2.0, "with the other sign": -1.0}
+
+
+def rescaled_variants(model: Any) -> Iterator[Variant]:
+    named = dict(model.named_parameters())
+    for name, parameter in named.items() if len(named) <= MOST_TENSORS else ():
+        cause = "R26.rescaled" if any(word in name for word in VOCABULARY_WORDS) else "R25.variant"
+        for how, factor in RESCALED.items():
+            yield Variant(cause, f"{name} {how}", [(parameter, partial(torch.mul, other=factor))])
+
+
 # Experts.
 
 
 def expert_variants(model: Any) -> Iterator[Variant]:
     choosing = [module for module in model.modules() if isinstance(getattr(module, "top_k", None), int)]
-    for by in (1, -1):
-        attributes = [(one, "top_k", one.top_k + by) for one in choosing if one.top_k + by > 0]
-        yield Variant(
-            "R54", f"{abs(by)} expert {'more' if by > 0 else 'less'} a token", attributes=list(attributes)
-        )
     routers_of = [one for one in choosing if type(one).__name__.lower().endswith("topkrouter")]
-    raw = "experts weighed by the router's logits, without a softmax"
-    yield Variant("R54", raw, hooks=[(one, weighed_by_logits) for one in routers_of])
-    for name in ("norm_topk_prob", "norm_topk"):
-        owners = [one for one in model.modules() if isinstance(getattr(one, name, None), bool)]
-        attributes = [(one, name, not getattr(one, name)) for one in owners]
-        yield Variant("R54", "weights of experts normalised the other way", attributes=list(attributes))
+    for name, hook in ROUTINGS.items():
+        yield Variant("R54", f"experts {name}", hooks=[(one, hook) for one in routers_of])
+    biases = [one.e_score_correction_bias for one in choosing if hasattr(one, "e_score_correction_bias")]
+    for name, change in (("in bfloat16", lambda old: old.bfloat16().to(old)), ("of zeros", torch.zeros_like)):
+        values = [(bias, change) for bias in biases]
+        yield Variant("R25.variant", f"a correction bias of the router {name}", values)
     routers = [
         parameter
         for name, parameter in model.named_parameters()
@@ -430,14 +440,13 @@ def expert_variants(model: Any) -> Iterator[Variant]:
     for by in (1, -1):
         values = [(router, partial(torch.roll, shifts=by, dims=0)) for router in routers]
         yield Variant("R25.variant", f"experts moved by {by:+d}", list(values))
-    shared = [
-        module for name, module in model.named_modules() if name.endswith(("shared_expert", "shared_experts"))
-    ]
-    yield Variant(
-        "R25.variant",
-        "the shared expert skipped",
-        hooks=[(module, lambda module, args, kwargs, output: torch.zeros_like(output)) for module in shared],
-    )
+    names = ("shared_expert", "shared_experts")
+    shared = [module for name, module in model.named_modules() if name.endswith(names)]
+    yield Variant("R25.variant", "the shared expert skipped", hooks=[(module, zeros) for module in shared])
+
+
+def zeros(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    return torch.zeros_like(output)
 
 
 def weighed_by_logits(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -445,34 +454,64 @@ def weighed_by_logits(module: nn.Module, args: Any, kwargs: Any, output: Any) ->
     return logits, logits.gather(-1, chosen), chosen
 
 
+def routed(score: Callable[..., Tensor], module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    """Choose and weigh experts by another function of the router's logits [tokens, experts]."""
+    logits, own, _ = output
+    scores = score(logits.float())
+    chosen = torch.topk(scores + getattr(module, "e_score_correction_bias", 0.0), module.top_k, -1)[1]
+    weights = scores.gather(-1, chosen)
+    if getattr(module, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, (weights * getattr(module, "routed_scaling_factor", 1.0)).to(own.dtype), chosen
+
+
+ROUTINGS: dict[str, Hook] = {
+    "weighed by the router's logits, without a softmax": weighed_by_logits,
+    "routed by a softmax": partial(routed, partial(torch.softmax, dim=-1)),
+    "routed by a sigmoid": partial(routed, torch.sigmoid),
+}
+
+
 # Quantised weights.
 
 
-def quantized_variant(model: Any, name: str) -> Variant:
-    """Return the model whose linear layers, but for the output layer, hold quantised weights."""
-    linear = [module.weight for module in model.base_model.modules() if isinstance(module, nn.Linear)]
-    scheme = SCHEMES[name]
-    return Variant(
-        "R44",
-        f"weights in {name}",
-        [(weight, lambda old: scheme(old.float()).to(old.dtype)) for weight in linear],
-    )
+def quantized_variants(model: Any) -> Iterator[Variant]:
+    """Yield the model whose linear layers, but for the output layer, are quantised: weights, inputs as well."""
+    linear = [module for module in model.base_model.modules() if isinstance(module, nn.Linear)]
+    weights = [layer.weight for layer in linear] + [p for p in model.base_model.parameters() if p.dim() == 3]
+    for name, scheme in SCHEMES.items():
+        values = [(weight, partial(in_scheme, scheme)) for weight in weights]
+        yield Variant("R44", f"weights in {name}", list(values))
+        if name in OF_INPUTS:
+            hooks = [(layer, partial(with_inputs, OF_INPUTS[name])) for layer in linear]
+            yield Variant("R44", f"weights in {name}, and inputs", list(values), hooks=list(hooks))
 
 
-def rounded_to_float8(weight: Tensor) -> Tensor:
-    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
-    return (weight / scale).to(torch.float8_e4m3fn).float() * scale
+def in_scheme(scheme: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    return scheme(values.float()).to(values.dtype)
 
 
-def rounded_to_integers(weight: Tensor, bits: int, group: int | None) -> Tensor:
-    groups = weight if group is None or weight.shape[1] % group else weight.reshape(-1, group)
+def with_inputs(scheme: Hook, layer: nn.Linear, args: Any, kwargs: Any, output: Any) -> Any:
+    return nn.functional.linear(in_scheme(scheme, args[0]), layer.weight, layer.bias)
+
+
+def rounded_to_float8(values: Tensor, of: tuple[int, ...] = (-1,)) -> Tensor:
+    """Round with one scale a row, or over the dimensions `of`."""
+    scale = values.abs().amax(of, keepdim=True).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return (values / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def rounded_to_integers(values: Tensor, bits: int, group: int | None) -> Tensor:
+    groups = values if group is None or values.shape[-1] % group else values.reshape(-1, group)
     most = 2 ** (bits - 1) - 1
-    scale = groups.abs().amax(1, keepdim=True).clamp(min=1e-12) / most
-    return ((groups / scale).round().clamp(-most - 1, most) * scale).reshape(weight.shape)
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
+    return ((groups / scale).round().clamp(-most - 1, most) * scale).reshape(values.shape)
 
 
 SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     "float8": rounded_to_float8,
+    "float8 with one scale a tensor": partial(rounded_to_float8, of=(-2, -1)),
     "int8": partial(rounded_to_integers, bits=8, group=None),
     "int4": partial(rounded_to_integers, bits=4, group=128),
 }
+OF_INPUTS = {name: SCHEMES[name.partition(" ")[0]] for name in SCHEMES if name != "int4"}  # a scale a token

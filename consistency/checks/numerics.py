@@ -1,5 +1,7 @@
 """Checks of numbers: second scorings of the same tokens, rounding, dtypes, and the tail of D."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from consistency.case import BAD_RATIO, Case
@@ -9,7 +11,8 @@ from consistency.measure import correlation, tail
 from consistency.rescoring import NOISE_FACTOR
 from consistency.tokens import Floats
 
-PERIODS = range(2, 9)  # tokens
+MOST_DRAFTS = 8  # tokens of a draft
+LEAST_CHANCE = -18.0  # log of the chance that runs are so short: once in 60 million comparisons
 DECIMALS = (1, 2, 3)  # four or more are below the noise of any engine
 FEWEST_ON_GRID = 50  # tokens
 FEWEST_REPEATED = 5  # tokens
@@ -20,11 +23,10 @@ MOST_ROWS = 0.8  # of the rows must have wrong tokens after the first
 NO_ROUTER = 0.55  # confidence in a tail of a model without experts: what made it stays open
 THIN = 0.6  # confidence in noise of published size that this model's own rounding does not reach
 NEAR, NEAR_SHARE = 0.75, 0.5  # confidence in noise of more than this share of what rounding explains
+FEW_TOKENS = 200  # below which a healthy difference is less sure
+LARGEST_BIAS = 4.0  # t of the mean of D, clustered by sequence; rounding has no direction
+LARGEST_SURPRISE = 3.0  # Z of tokens that the trainer's distribution drew
 MIN_RUN = 3  # tokens; a shorter run can be chance
-
-
-def listed_means(means: Floats) -> str:
-    return ", ".join(f"{mean:.2g}" for mean in means)
 
 
 def trainer_differs(case: Case) -> Finding | None:
@@ -146,17 +148,6 @@ def share_on_decimals(values: Floats, digits: int) -> float:
     return float(np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(1.0, np.abs(scaled))))
 
 
-def rounded_logits(case: Case) -> Finding | None:
-    """R37: the engine's logits are bfloat16 where the trainer's are float32."""
-    if case.replays is None or not case.replays.rounding.std() > 1e-5 or case.explanation is not None:
-        return None
-    residual = np.clip(case.replays.engine - case.replays.base, -0.5, 0.5)
-    shared = correlation(residual, case.replays.rounding)
-    if shared < 0.15 or shared * np.sqrt(len(residual)) < 8:
-        return None
-    return finding("R37", shared=shared, tokens=len(residual))
-
-
 def other_dtype(case: Case) -> Finding | None:
     """R38: D is as large as what another dtype changes, and correlates with it.
 
@@ -177,11 +168,11 @@ def other_dtype(case: Case) -> Finding | None:
 
 def moves_of_dtype(case: Case) -> tuple[Floats, Floats] | None:
     """Return what scoring in another dtype changes, and D with the other sign; None if not scored."""
-    predictions = () if case.replays is None else case.replays.predictions
-    for other in (p for p in predictions if p.cause == "R38"):
-        assert case.replays is not None
-        return other.logprobs - case.replays.base, case.replays.engine - case.replays.base
-    return None
+    replays = case.replays
+    scored = [] if replays is None else [p.logprobs for p in replays.predictions if p.cause == "R38"]
+    if replays is None or not scored:
+        return None
+    return scored[0] - replays.base, replays.engine - replays.base
 
 
 def dtype_finding(case: Case, sure: float | None, shown: str) -> Finding:
@@ -189,19 +180,21 @@ def dtype_finding(case: Case, sure: float | None, shown: str) -> Finding:
     return finding("R38", sure, shown=shown, is_fault=case.mean_abs > case.level)
 
 
-def periodic(case: Case) -> Finding | None:
-    """R45: every k-th token is bad: logprobs of accepted draft tokens."""
+def accepted_drafts(case: Case) -> Finding | None:
+    """R45: never more than k wrong tokens in succession: logprobs of accepted draft tokens.
+
+    Tokens that are wrong independently of each other would have longer runs.
+    """
     if not case.unexplained:
         return None
-    size = np.minimum(np.abs(case.table.difference), 5.0)
-    for period in PERIODS:
-        _, means, count = means_by(case.table.turn_position % period, size)
-        clean = means < 1.5 * case.level
-        if len(means) < period or count.min() < 20 or not clean.any() or clean.all():
-            continue
-        if means[~clean].min() > BAD_RATIO * max(float(means[clean].max()), case.level / 2):
-            return finding("R45", period=period, means=listed_means(means))
-    return None
+    wrong = np.abs(case.table.difference) > 2 * case.level
+    runs = run_lengths(wrong, case.table.sequence)
+    longest, share = int(runs.max(initial=0)), float(wrong.mean())
+    if not 0 < longest <= MOST_DRAFTS or len(runs) < 2 * len(np.unique(case.table.sequence[wrong])):
+        return None
+    if len(runs) * np.log1p(-(share**longest)) > LEAST_CHANCE:
+        return None
+    return finding("R45", longest=longest, share=share, runs=len(runs))
 
 
 def heavy_tail(case: Case) -> Finding | None:
@@ -250,12 +243,13 @@ def ordinary_noise(case: Case) -> Finding | None:
     if case.mean_abs > noise.mean_abs or k3 > noise.k3:
         return None
     most = min(noise.mean_abs, noise.own)
-    sure = THIN if case.mean_abs > most else NEAR if case.mean_abs > NEAR_SHARE * most else None
+    is_near, is_thin = case.mean_abs > NEAR_SHARE * most, case.mean_abs > most
     own = f"; rounding explains {most:.2g} in this model, so a small fault is not excluded"
+    doubts = [own] * is_near + [f"; {doubt}" for doubt in undecided(case)]
     return finding(
         "R35",
-        sure,
-        own="" if sure is None else own,
+        THIN if is_thin else NEAR if doubts else None,
+        own="".join(doubts),
         noise=noise.name,
         mean_abs=case.mean_abs,
         limit=noise.mean_abs,
@@ -263,3 +257,32 @@ def ordinary_noise(case: Case) -> Finding | None:
         k3_limit=noise.k3,
         source=noise.source,
     )
+
+
+def undecided(case: Case) -> list[str]:
+    """Return what was measured that ordinary noise does not explain, and that accuses nothing."""
+    measured, surprise = case.measurement, case.surprise()
+    bias, is_sampled = measured.metrics["t_clustered"], not case.setting.greedy
+    found = {
+        f"only {measured.num_tokens} tokens were compared": measured.num_tokens < FEW_TOKENS,
+        f"D has a direction (t = {bias:+.1f}), and rounding has none": abs(bias) > LARGEST_BIAS,
+        f"the tokens are not as likely as sampled ones are (Z = {surprise:+.1f})": is_sampled
+        and abs(surprise) > LARGEST_SURPRISE,
+    }
+    return [doubt for doubt, is_seen in found.items() if is_seen]
+
+
+CHECKS_OF_NUMBERS: tuple[Callable[[Case], Finding | None], ...] = (
+    trainer_differs,
+    decoding_differs,
+    only_decoded_tokens_differ,
+    model_not_repeatable,
+    batch_variant,
+    placeholder_logprobs,
+    rounded_logprobs,
+    other_dtype,
+    accepted_drafts,
+    heavy_tail,
+    unusable_logprobs,
+    ordinary_noise,
+)

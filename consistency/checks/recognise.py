@@ -7,33 +7,23 @@ is one finding (`from_replay`); the other checks look at counts, shape and noise
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from consistency.case import BAD_RATIO, NEGLIGIBLE, Case, Explanation
-from consistency.causes import Finding, finding
+from consistency.causes import CAUSES, Finding, finding
 from consistency.checks.numerics import (
+    CHECKS_OF_NUMBERS,
+    LARGEST_SURPRISE,
     MIN_RUN,
-    batch_variant,
-    decoding_differs,
     dtype_finding,
-    heavy_tail,
-    listed_means,
-    model_not_repeatable,
     moves_of_dtype,
-    only_decoded_tokens_differ,
-    ordinary_noise,
-    other_dtype,
-    periodic,
-    placeholder_logprobs,
-    rounded_logits,
-    rounded_logprobs,
-    trainer_differs,
-    unusable_logprobs,
 )
 from consistency.checks.shape import breaks, explained_by_key, means_by, onset, run_lengths, trend
-from consistency.tensors import EVERY, TOWER
+from consistency.measure import NOISE, correlation
+from consistency.tensors import EVERY, TOWER, VOCABULARY_WORDS
 from consistency.tokens import Bools, Floats, Ints
 from consistency.transforms import Prediction
 
@@ -47,12 +37,13 @@ MOST_LEFT = 0.5  # of the difference by the engine's experts alone, where the ch
 APART_RATIO, APART_ERRORS = 1.5, 5.0  # between engines of usual noise: of means, in standard errors
 SMALL_BUT_APART = 0.7  # confidence in engines that differ so
 UNRELATED = 0.5  # confidence, below R33: where nothing is alike, the token id explains much of D, too
-LARGEST_SURPRISE = 3.0  # Z of tokens that the trainer's distribution drew
 OPEN_ZEROS = 0.6  # confidence in missing log-probs where the others are wrong as well
 EVERYWHERE = 0.9  # of the rows are bad where weights differ
 BEYOND_NOISE = 5.0  # times the level: more than a sound engine that rounds more than was published
+OF_NUMBERS = ("R37", "R38", "R44")  # what rounds log-probs says nothing of how tokens were drawn
+FEWEST_FOREIGN = 64  # tokens of rows with other tokens' log-probs
+SHARED = 0.3  # correlation with the trainer's, at most, of log-probs of other tokens
 VISION_WORDS = (".visual.", "vision_tower", "multi_modal_projector")
-VOCABULARY_WORDS = ("embed", "lm_head", "wte")
 
 
 # What a replayed hypothesis explains.
@@ -70,18 +61,19 @@ def from_replay(case: Case) -> Finding | None:
         key = "R02" if nearest < T_TOLERANCE else key
     if key == "R42" and left_by_experts(case)[1] > MOST_LEFT * case.mean_abs:
         key = "R42.weights"
+    if p.rows and f"{key}.rows" in CAUSES:
+        key += ".rows"
     value = f" {p.parameter:g}" if p.parameter else ""
+    value += f" for {p.rows}" if p.rows else ""
     left = f"leaves a residual {found.gain:.1f} times smaller ({found.residual:.2g})"
     shown = f"replaying {p.name}{value} {left}"
-    fields: dict[str, Any] = {"name": p.name, "value": p.parameter, "replay": shown}
-    fields["temperature"] = case.setting.temperature
-    if key in FIELDS:
-        fields |= FIELDS[key](case, p)
     if key == "R38":
-        return dtype_finding(
-            case, confidence(found), f"{p.name} explains the engine's logprobs: {fields['replay']}"
-        )
-    return finding(key, confidence(found), **fields)
+        return dtype_finding(case, confidence(found), f"{p.name} explains the engine's logprobs: {shown}")
+    is_declared = key == "R44" and "float8" in p.name and case.setting.noise.name == NOISE["float8"].name
+    fault = False if is_declared else None
+    said = finding(key, confidence(found), is_fault=fault, replay=shown, **facts_of(case, p))
+    is_told = not p.rows or p.rows in said.name or key.endswith(".rows")
+    return said if is_told else replace(said, name=f"{said.name}, in {p.rows}")
 
 
 def confidence(found: Explanation) -> float:
@@ -89,18 +81,33 @@ def confidence(found: Explanation) -> float:
     return float(np.clip(0.6 + 0.39 * np.log(found.gain / 1.5) / np.log(20 / 1.5), 0.6, 0.99))
 
 
-def temperature_fields(case: Case, p: Prediction) -> dict[str, Any]:
-    raw = abs(p.parameter - 1.0) < T_TOLERANCE
-    what = "the engine reports raw logprobs (temperature 1)"
+def facts_of(case: Case, p: Prediction) -> dict[str, Any]:
+    """Return what the sentences about a replayed hypothesis say."""
+    metrics, ranks = case.measurement.metrics, case.scores.rank
+    recorded, value = case.setting.temperature, p.parameter
+    names = ("the trainer's router", "the engine's experts", "the engine's experts and weights")
+    split = [f"{left:.2g} with {name}" for name, left in zip(names, left_by_experts(case), strict=False)]
+    is_raw, is_always = abs(value - 1.0) < T_TOLERANCE, np.isinf(value)
     return {
-        "what": what if raw else f"the engine's logprobs are of temperature {p.parameter:.3g}",
-        "temperature": case.setting.temperature,
-        "square": case.setting.temperature**2,
+        "name": f"{p.name} for {p.rows}" if p.rows else p.name,
+        "value": value,
+        "what": "the engine reports raw logprobs (temperature 1)"
+        if is_raw
+        else f"the engine's logprobs are of temperature {value:.3g}",
+        "temperature": recorded,
+        "square": recorded**2,
+        "positive": metrics["share_positive"],
+        "ratio": metrics["ratio_mean"],
+        "option": p.name.split()[0],
+        "neutral": "1.0" if "repetition" in p.name else "0.0",
+        "where": "everywhere" if is_always else f"for the first {value:.0f} tokens",
+        "share": float(np.mean(ranks[ranks >= 0] == 0)),
+        "paired": f"{value:.0%} of the rows fit another row's scores"
+        if value
+        else f"{p.name} explain the logprobs",
+        "split": ", ".join(split),
+        "mean_abs": case.mean_abs,
     }
-
-
-def penalty_fields(case: Case, p: Prediction) -> dict[str, Any]:
-    return {"option": p.name.split()[0], "neutral": "1.0" if "repetition" in p.name else "0.0"}
 
 
 def left_by_experts(case: Case) -> list[float]:
@@ -110,40 +117,11 @@ def left_by_experts(case: Case) -> list[float]:
     return [float(np.abs(case.replays.engine - values).mean()) for values in (case.replays.base, *found)]
 
 
-def expert_fields(case: Case, p: Prediction) -> dict[str, Any]:
-    names = ("the trainer's router", "the engine's experts", "the engine's experts and weights")
-    return {
-        "split": ", ".join(
-            f"{left:.2g} with {name}" for name, left in zip(names, left_by_experts(case), strict=False)
-        )
-    }
-
-
-FIELDS: dict[str, Callable[[Case, Prediction], dict[str, Any]]] = {
-    "R01": temperature_fields,
-    "R02": temperature_fields,
-    "R03": lambda case, p: {
-        "positive": case.measurement.metrics["share_positive"],
-        "ratio": case.measurement.metrics["ratio_mean"],
-    },
-    "R05": penalty_fields,
-    "R06": lambda case, p: {
-        "where": "everywhere" if np.isinf(p.parameter) else f"for the first {p.parameter:.0f} tokens"
-    },
-    "R09": lambda case, p: {"share": float(np.mean(case.scores.rank[case.scores.rank >= 0] == 0))},
-    "R12": lambda case, p: {
-        "what": f"{p.parameter:.0%} of the rows fit another row's scores"
-        if p.parameter
-        else f"{p.name} explain the logprobs"
-    },
-    "R42": expert_fields,
-    "R42.weights": expert_fields,
-}
-
-
 def hidden_transform(case: Case) -> Finding | None:
     """Return the transform that drew the tokens though their logprobs are the trainer's."""
-    if case.drawn_by is None or case.explanation is not None or case.unexplained:
+    if case.drawn_by is None or case.unexplained:
+        return None
+    if case.explanation is not None and case.explanation.prediction.cause not in OF_NUMBERS:
         return None
     p, nats = case.drawn_by
     key = {"R01": "R01.drawn", "R03": "R04", "R05": "R05"}.get(p.cause)
@@ -153,19 +131,8 @@ def hidden_transform(case: Case) -> Finding | None:
     drawn = (
         f"the tokens are {nats:.0f} nats likelier under {p.name} {p.parameter:.3g}, though the logprobs agree"
     )
-    return finding(
-        key,
-        name=p.name,
-        value=p.parameter,
-        nats=nats,
-        replay=drawn,
-        rank=rank,
-        mass=mass,
-        temperature=case.setting.temperature,
-        surprise=case.surprise(),
-        mean_abs=case.mean_abs,
-        **penalty_fields(case, p),
-    )
+    said = {"nats": nats, "replay": drawn, "rank": rank, "mass": mass, "surprise": case.surprise()}
+    return finding(key, **said, **facts_of(case, p))
 
 
 def log_units(engine: Floats, trainer: Floats) -> Finding | None:
@@ -243,6 +210,26 @@ def foreign_tokens(case: Case) -> Finding | None:
     )
 
 
+def of_other_samples(case: Case) -> Finding | None:
+    """R12: log-probs of some rows are those of samples that are not in the batch.
+
+    Tokens and log-probs are as likely as sampled ones are, and have nothing in common.
+    """
+    if not case.unexplained:
+        return None
+    table, rows = case.table, np.unique(case.table.sequence)
+    bad_rows = rows[breaks(table).mean > BAD_RATIO * case.level]
+    bad = np.isin(table.sequence, bad_rows)
+    if bad.sum() < FEWEST_FOREIGN or len(bad_rows) < 2:
+        return None
+    engine, trainer = table.engine[bad], table.trainer[bad]
+    apart = (engine.mean() - trainer.mean()) / np.sqrt((engine.var() + trainer.var()) / len(engine))
+    shared, surprise = correlation(engine, trainer), case.surprise(table.index[bad])
+    if shared > SHARED or max(abs(apart), abs(surprise)) > LARGEST_SURPRISE:
+        return None
+    return finding("R12.samples", count=len(bad_rows), total=len(rows), shared=shared, surprise=surprise)
+
+
 def duplicate_samples(case: Case) -> Finding | None:
     """R10: the samples of a prompt are copies of each other: one seed for all of them."""
     if case.sequences.prompt_id is None or case.setting.greedy:
@@ -299,7 +286,7 @@ def context_rewritten_at_a_turn(case: Case) -> Finding | None:
     bad = means > BAD_RATIO * max(means[0], case.level / 2)
     if bad[0] or not bad[1:].any():
         return None
-    return finding("R14", means=listed_means(means[:6]), first=int(names[np.argmax(bad)]))
+    return finding("R14", means=means_by_name(names[:6], means[:6]), first=int(names[np.argmax(bad)]))
 
 
 def retokenised(case: Case) -> Finding | None:
@@ -349,11 +336,7 @@ def one_tensor_differs(case: Case) -> Finding | None:
         return None  # ordinary rounding: of few experts, which then stand out
     if one_worker_differs(case) is not None:
         return None  # all rows of an engine have the same weights
-    weighed = (
-        f"{found.name} {found.how} leaves {found.noise:.0%} of the difference"
-        if found.how is not None
-        else f"a change of {found.name} explains which tokens differ, and leaves {found.noise:.0%} of the difference as noise"
-    )
+    weighed = f"a change of {found.name} explains which tokens differ, and leaves {found.noise:.0%} of the difference as noise"
     if found.is_open:
         return finding(
             "R24.open",
@@ -364,22 +347,25 @@ def one_tensor_differs(case: Case) -> Finding | None:
     is_vocabulary = any(word in found.name for word in VOCABULARY_WORDS)
     moved = moves_of_dtype(case)
     is_rounding = moved is not None and moved[0].std() > moved[1].std() / 2  # may be another dtype
-    most = 0.6 if found.name == EVERY or is_rounding else 0.95 if found.how is not None else 0.9
+    most = 0.6 if found.name == EVERY or is_rounding else 0.9
     id = "R24" if found.name == EVERY else "R65" if is_vision else "R26" if is_vocabulary else "R25"
     return finding(
         f"{id}.tensor",
         min(0.6 + 0.3 * found.margin / SURE_MARGIN, most),
         tensor=found.name,
-        how=f": it is {found.how}" if found.how is not None else "",
         weighed=f"{weighed}: {found.nats:.0f} nats likelier than noise alone, {found.margin:.0f} nats than the next tensor",
     )
 
 
 def policy_moved(case: Case) -> Finding | None:
-    """R57: tokens of older versions differ because the policy moved; not a fault."""
-    version, now = case.table.version, case.setting.model_version
-    if version is None or now is None or len(np.unique(version)) < 2 or case.mean_abs <= case.level / 2:
+    """R57: tokens of older versions differ because the policy moved; not a fault.
+
+    Where the model's version is not known, it is the newest one if its tokens agree.
+    """
+    version = case.table.version
+    if version is None or len(np.unique(version)) < 2 or case.mean_abs <= case.level / 2:
         return None
+    now = version.max() if case.setting.model_version is None else case.setting.model_version
     lag, means, _ = means_by(now - version, np.abs(case.table.difference))
     if lag[0] != 0 or means[0] > case.level or means[1:].min() < 1.5 * means[0]:
         return None
@@ -546,6 +532,7 @@ def positions_differ(case: Case) -> Finding | None:
 CHECKS: tuple[Callable[[Case], Finding | None], ...] = (
     lengths_differ,
     foreign_tokens,
+    of_other_samples,
     duplicate_samples,
     from_replay,
     context_rewritten_at_a_turn,
@@ -561,17 +548,5 @@ CHECKS: tuple[Callable[[Case], Finding | None], ...] = (
     other_checkpoint,
     window_differs,
     positions_differ,
-    trainer_differs,
-    decoding_differs,
-    only_decoded_tokens_differ,
-    model_not_repeatable,
-    batch_variant,
-    placeholder_logprobs,
-    rounded_logprobs,
-    rounded_logits,
-    other_dtype,
-    periodic,
-    heavy_tail,
-    unusable_logprobs,
-    ordinary_noise,
+    *CHECKS_OF_NUMBERS,
 )

@@ -12,10 +12,10 @@ evidence against it.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -46,17 +46,24 @@ from consistency.tensors import (
     nats_gained,
 )
 from consistency.tokens import Floats, Ints, Sequences
-from consistency.transforms import bounded, replay, select_rows, spread_rows, tokens_within, usable_or
+from consistency.transforms import (
+    Prediction,
+    Replays,
+    bounded,
+    replay,
+    select_rows,
+    spread_rows,
+    tokens_within,
+    usable_or,
+)
 from recorder import Record, RecordedStep
 
 # The share of tokens that the right options draw again: rounding at the bounds of a token's share
 # of [0, 1) changes some.
 DRAWN_AGAIN = 0.97
 LOGITS_TO_DRAW = 1 << 21
-TOP_P = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
-TOP_K = (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 80, 100, 200)
-TEMPERATURE = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
-POINTS = 9  # between two neighbours of a grid
+DIGITS = (1, 2, 4)  # of options that are tried
+OPTIONS: dict[str, Callable[[float], Any]] = {"temperature": float, "top_p": float, "top_k": round}
 
 
 @dataclass(frozen=True)
@@ -138,30 +145,17 @@ def uniforms_of_row(sampled: np.ndarray, seed: int, version: int, name: dict[str
         yield from draw_uniforms(row_seed(seed, version, request), length).tolist()
 
 
-def find_law(draws: Draws, config: Law) -> tuple[Law, float]:
+def find_law(draws: Draws, config: Law, replays: Replays) -> tuple[Law, float]:
     """Return the options that draw the most tokens again, one of them other than in the config."""
-    tried = {law: draws.share(law) for law in (config, replace(config, greedy=not config.greedy))}
-    for name, grid in (("top_p", TOP_P), ("top_k", TOP_K), ("temperature", TEMPERATURE)):
-
-        def share(value: float, name: str = name) -> float:
-            return draws.share(Law(**(vars(config) | {name: value})))
-
-        shares = {value: share(value) for value in grid}
-        best = max(shares, key=lambda value: shares[value])
-        shares |= {value: share(value) for value in between(grid, best, whole=name == "top_k")}
-        # Of equals, the roundest number: the options draw the same tokens in a range.
-        value = max(shares, key=lambda value: (shares[value], -len(f"{value:.6g}")))
-        tried[Law(**(vars(config) | {name: value}))] = shares[value]
+    laws = [config, replace(config, greedy=not config.greedy)]
+    for p in replays.predictions:
+        if p.name in OPTIONS:
+            values = {round(p.parameter, digits) for digits in DIGITS}
+            laws += [Law(**(vars(config) | {p.name: OPTIONS[p.name](value)})) for value in values]
+    # Of equals, the roundest number: the options draw the same tokens in a range.
+    tried = {law: (draws.share(law), -len(f"{law.temperature:.6g} {law.top_p:.6g}")) for law in laws}
     law = max(tried, key=lambda law: tried[law])
-    return law, tried[law]
-
-
-def between(grid: Sequence[float], best: float, whole: bool) -> list[float]:
-    """Points between a point of the grid and its neighbours."""
-    at = list(grid).index(best)
-    low, high = grid[max(at - 1, 0)], grid[min(at + 1, len(grid) - 1)]
-    points = np.concatenate([np.linspace(low, best, POINTS + 2), np.linspace(best, high, POINTS + 2)])
-    return sorted({round(p) if whole else round(p, 4) for p in points.tolist()} - {best})
+    return law, tried[law][0]
 
 
 Confidence = Literal["high", "medium", "low"]
@@ -366,21 +360,19 @@ def suspect_of(tokens: Tokens, kind: Kind, cause: str, found: Fit, weights: str)
 
 def suspect_options(tokens: Tokens, now: Scorer, draws: Draws | None) -> Suspect | None:
     """Find the sampling options, or any other cause, that explain log-probs and tokens."""
-    rows, num_tokens = tokens.rows, len(tokens.rows.scored)
+    rows = tokens.rows
     eos = now.model.config.get_text_config().eos_token_id
     replays = replay(now, rows, tokens.temperature, eos[0] if isinstance(eos, list) else eos)
-    found = explain(replays, tokens.level)
+    found, count = explain(replays, tokens.level), f"({len(replays.sample)} tokens)"
     if found is not None and found.prediction.cause in SAMPLING_CAUSES:
-        name, value = found.prediction.name, found.prediction.parameter
+        p, nats = found.prediction, nats_gained(replays.engine, replays.base, found.prediction.logprobs)
         evidence = (
-            f"the log-probs are those of {name} {value:.4g}: mean |difference| {found.residual:.2g}, "
-            f"{found.gain:.3g} times less than with the config's options ({len(replays.sample)} tokens)"
+            f"the log-probs are those of {p.name} {p.parameter:.4g}: mean |difference| {found.residual:.2g}, "
+            f"{found.gain:.3g} times less than with the config's options {count}"
         )
-        nats = nats_gained(replays.engine, replays.base, found.prediction.logprobs)
-        cause = f"{name} {value:.3g} in the engine, not in the config ({describe_config(tokens, name)})"
-        return Suspect("sampling parameters", cause, by_evidence(nats, num_tokens), evidence)
+        return suspect_transform(tokens, "{option} in the engine, not in the config", p, nats, evidence)
     if draws is not None and draws.share(tokens.law) < DRAWN_AGAIN:
-        law, share = find_law(draws, tokens.law)
+        law, share = find_law(draws, tokens.law, replays)
         if share >= DRAWN_AGAIN:
             evidence = (
                 f"from the recorded seed, these options draw {share:.0%} of {len(draws.tokens)} tokens, those of the "
@@ -390,22 +382,22 @@ def suspect_options(tokens: Tokens, now: Scorer, draws: Draws | None) -> Suspect
             return Suspect("sampling parameters", cause, by_tokens(len(draws.tokens)), evidence)
     drawn = None if tokens.sampling.greedy else likeliest(replays)
     if drawn is not None and drawn[1] > LEAST_NATS:
-        transform, nats = drawn
+        p, nats = drawn
         evidence = (
-            f"the tokens are {nats:.0f} nats likelier under {transform.name} {transform.parameter:.3g} than under the "
-            f"config's options, though their log-probs agree ({len(replays.sample)} tokens)"
+            f"the tokens are {nats:.0f} nats likelier under {p.name} {p.parameter:.3g} than under the config's options, "
+            f"though their log-probs agree {count}"
         )
-        option = f"{transform.name} {transform.parameter:.3g}"
-        cause = f"tokens drawn with {option}, not in the config ({describe_config(tokens, transform.name)})"
-        return Suspect("sampling parameters", cause, by_evidence(nats, num_tokens), evidence)
+        return suspect_transform(tokens, "tokens drawn with {option}, not in the config", p, nats, evidence)
     if bounded(replays.engine - replays.base).mean() > tokens.level:
         return suspect_other(tokens)
     return None
 
 
-def describe_config(tokens: Tokens, name: str) -> str:
-    options = vars(tokens.law)
-    return f"{name} {options[name]}" if name in options else f"no {name}"
+def suspect_transform(tokens: Tokens, cause: str, p: Prediction, nats: float, evidence: str) -> Suspect:
+    options, said = vars(tokens.law), cause.format(option=f"{p.name} {p.parameter:.3g}")
+    config = f"{p.name} {options[p.name]}" if p.name in options else f"no {p.name}"
+    confidence = by_evidence(nats, len(tokens.rows.scored))
+    return Suspect("sampling parameters", f"{said} ({config})", confidence, evidence)
 
 
 def suspect_other(tokens: Tokens) -> Suspect | None:

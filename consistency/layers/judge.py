@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from areal_core.engine.model import attention_of, own_attention, set_attention
 from consistency.layers.hooks import Site, tapped
 from consistency.layers.observed import Observed, Row, Rows, RowValues, own_forward, pieces
+from consistency.tensors import with_values
 
 Results = dict[Site, Tensor]  # [tokens, width]
 
@@ -83,17 +84,9 @@ def run(model: Any, row: Row, given: RowValues | None, *, prefill: float = 1.0) 
     return {site: pad(values, (0, 0, 0, len(row.ids) - len(values))) for site, values in joined.items()}
 
 
-@contextmanager
-def moved_buffers(model: Any) -> Iterator[None]:
+def moved_buffers(model: Any) -> AbstractContextManager[None]:
     tables = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
-    before = [table.clone() for table in tables]
-    for table in tables:
-        table.mul_(1 + 2.0**-23)
-    try:
-        yield
-    finally:
-        for table, value in zip(tables, before, strict=True):
-            table.copy_(value)
+    return with_values([(table, table * (1 + 2.0**-23)) for table in tables])
 
 
 HALF_ULP = 12**-0.5  # rms of rounding to the nearest, in ulps

@@ -63,24 +63,15 @@ def hosting(served: web.Application) -> Iterator[str]:
 def application(routes: dict[str, Any | Answer]) -> web.Application:
     """Serve constants by GET, functions of the request's JSON by POST."""
 
-    def computing(answer: Answer) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def serve(route: Any | Answer) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
-            return web.json_response(answer(await request.json()))
-
-        return handle
-
-    def constant(value: Any) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def handle(request: web.Request) -> web.Response:
-            return web.json_response(value)
+            return web.json_response(route(await request.json()) if callable(route) else route)
 
         return handle
 
     built = web.Application()
     for path, route in routes.items():
-        if callable(route):
-            built.router.add_post(path, computing(route))
-        else:
-            built.router.add_get(path, constant(route))
+        built.router.add_route("POST" if callable(route) else "GET", path, serve(route))
     return built
 
 

@@ -11,7 +11,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from areal_core.engine.attention import PACKED
 from consistency import transforms
-from consistency.alternatives.probes import ProbeInputs, adapter_scales, partial_alternatives, stale_prefixes
+from consistency.alternatives import probes
 from consistency.alternatives.variants import best_of, variant_alternatives, variants_of
 from consistency.case import NOISE, Request, Setting
 from consistency.score import Scorer, logprobs_after, read_prefix, score, scorer_of
@@ -114,20 +114,18 @@ def with_other(cause: str, name: str, size: float = 0.15) -> Callable[[World], G
     return build
 
 
-def stitched(which: Callable[[np.ndarray, np.ndarray], np.ndarray], **columns) -> Callable[[World], Given]:
-    """Mix a healthy engine with one of other weights, which answers if `which(row, place)`."""
+def stitched(
+    which: Callable[[np.ndarray, np.ndarray], np.ndarray], transform: Callable | None = None, **columns
+) -> Callable[[World], Given]:
+    """Mix a healthy engine with another, of other weights or a transform, if `which(row, place)`."""
 
     def build(world: World) -> Given:
-        right, other = world.sample(), moved(world.trainer, world.seed)
-        row, place = np.divmod(np.arange(len(right.scored)), NUM_TOKENS)
-        wrong = which(row, place)
-        values = np.where(
-            wrong, report(world.engine(other), right, world.seed), right.engine_logprobs[right.scored]
-        )
+        right, others = world.sample(), {} if transform is None else {"reports": transform}
+        other = world.engine(moved(world.trainer, world.seed) if transform is None else None, **others)
+        wrong = which(*np.divmod(np.arange(len(right.scored)), NUM_TOKENS))
+        values = np.where(wrong, report(other, right, world.seed), right.engine_logprobs[right.scored])
         right.engine_logprobs[right.scored] = values
-        made = {name: column(right, wrong) for name, column in columns.items()}
-        setting = replace(SETTING, model_version=7) if "versions" in columns else SETTING
-        return Given(replace(right, **made), setting)
+        return Given(replace(right, **{name: column(right, wrong) for name, column in columns.items()}))
 
     return build
 
@@ -169,14 +167,12 @@ def output_bias(num_ids: int) -> Callable[[World], Given]:
 
 
 def missing_bos(world: World) -> Given:
-    from consistency.alternatives.probes import bos_alternatives
-
     recorded_prompt = torch.cat([torch.full((NUM_ROWS, 1), BOS), world.prompts], 1)
     full = draw(world.engine(), world.prompts, NUM_TOKENS, world.seed)
     true = sequences_of(full, PROMPT_LENGTH)
     sequences = sequences_of(torch.cat([recorded_prompt[:, :1], full], 1), PROMPT_LENGTH + 1)
     sequences.engine_logprobs[sequences.scored] = report(world.engine(), true, world.seed)
-    return Given(sequences, alternatives=bos_alternatives(world.trainer, sequences, BOS, 1.0))
+    return Given(sequences, alternatives=probes.bos_alternatives(world.trainer, sequences, BOS, 1.0))
 
 
 def hidden_context(world: World) -> Given:
@@ -242,7 +238,7 @@ def one_stale_layer(world: World) -> Given:
     model = copy.deepcopy(world.trainer.model)
     model.model.layers[1].load_state_dict(previous.model.model.layers[1].state_dict())
     sequences = world.sample(scorer_of(model))
-    return Given(sequences, alternatives=partial_alternatives(world.trainer, previous, sequences, 1.0))
+    return Given(sequences, alternatives=probes.partial_alternatives(world.trainer, previous, sequences, 1.0))
 
 
 def added_tokens(world: World) -> Given:
@@ -251,10 +247,9 @@ def added_tokens(world: World) -> Given:
     return replace(given, setting=replace(SETTING, added_token_ids=frozenset(ids.tolist())))
 
 
-def bfloat16_logits(world: World) -> Given:
+def quiet(world: World) -> World:
     """The noise is small, because noise as large as the grid would hide the rounding."""
-    quiet = World(world.trainer, world.prompts, min(world.noise, 0.004), world.seed)
-    return Given(quiet.sample(reports=transforms.bfloat16_logits))
+    return replace(world, noise=min(world.noise, 0.004))
 
 
 def zero_spans(values: np.ndarray, world: World) -> np.ndarray:
@@ -281,9 +276,28 @@ def stale_prompts(world: World) -> Given:
         ids, at = rows.input_ids[rows.row(row)], places[row] - rows.cu_seqlens[row]
         cache = read_prefix(other, ids[:8])
         rows.engine_logprobs[places[row]] = logprobs_after(world.trainer, cache, ids[8:], at - 8)
-    now = score(world.trainer, rows).logprob
-    inputs = ProbeInputs(world.trainer, rows, Request(""), SETTING, "float32")
-    return Given(rows, alternatives=stale_prefixes(inputs, other, "the previous checkpoint", now))
+    return Given(
+        rows, alternatives=probes.stale_prefixes(*probing(world, rows, other, "the previous checkpoint"))
+    )
+
+
+def changed_while_sampling(world: World) -> Given:
+    """The first tokens of each row, whose versions are not known, are of other weights."""
+    given = stitched(lambda row, place: place < 10 + row)(world)
+    other = moved(world.trainer, world.seed)
+    before = Prediction("R24", "the previous checkpoint", 0.0, score(other, given.sequences).logprob)
+    found = probes.changed_within_rows(*probing(world, given.sequences, other, before))
+    return replace(given, alternatives=[before, *found])
+
+
+def probing(world: World, rows: Sequences, *other) -> tuple:
+    inputs = probes.ProbeInputs(world.trainer, rows, Request(""), SETTING, "float32")
+    return inputs, *other, score(world.trainer, rows).logprob
+
+
+def bfloat16_output_layer(world: World) -> Given:
+    low = replace(world.trainer.head, layer=copy.deepcopy(world.trainer.head.layer).bfloat16())
+    return Given(quiet(world).sample(replace(world.trainer, head=low)))
 
 
 def few_far_off(values: np.ndarray, world: World) -> np.ndarray:
@@ -311,6 +325,11 @@ def divided_by_the_temperature(world: World) -> Given:
     return Given(world.sample(draws=draws, reports=divided), replace(SETTING, temperature=0.7))
 
 
+def of_others(values: np.ndarray, world: World) -> np.ndarray:
+    values[::3] = world.random().permuted(values[::3], axis=1)
+    return values
+
+
 def variant(name: str) -> Callable[[World], Given]:
     """Sample with a variant of the model, and let the diagnosis look for it among all of them."""
 
@@ -331,14 +350,8 @@ def half_the_adapter(world: World) -> Given:
     for mine, first in zip(half.parameters(), base.model.parameters(), strict=True):
         mine.data = torch.lerp(first.data, mine.data, 0.6)
     sequences = world.sample(scorer_of(half))
-    scales = adapter_scales(world.trainer, base)
+    scales = probes.adapter_scales(world.trainer, base)
     return Given(sequences, alternatives=best_of(world.trainer, sequences, 1.0, list(scales)))
-
-
-def largest(world: World) -> Given:
-    return Given(
-        world.sample(reports=lambda rows: transforms.as_is(rows).amax(1, keepdim=True).expand_as(rows.logits))
-    )
 
 
 CLEAN = with_transforms()
@@ -361,7 +374,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "base 10": ("R08", reported(lambda v, w: v / np.log(10))),
     "probabilities": ("R08", reported(lambda v, w: np.exp(v))),
     "wrong sign": ("R08", reported(lambda v, w: -v)),
-    "logprob of the likeliest token": ("R09", largest),
+    "logprob of the likeliest token": ("R09", with_transforms(reports=lambda rows: transforms.largest_logprob(rows, 0.0))),
     "shift by minus one": ("R11", reported(lambda v, w: np.roll(v, -1, axis=1))),
     "rows of a pack shifted": (
         "R11",
@@ -387,13 +400,25 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
         "R34", stitched(lambda row, place: row % 4 == 0, worker=per_row, cached_tokens=per_row),
     ),
     "one stale worker": ("R34", stitched(lambda row, place: row % 4 == 0, worker=per_row)),
-    "bfloat16 logits": ("R37", bfloat16_logits),
+    "bfloat16 logits": ("R37", lambda world: Given(quiet(world).sample(reports=transforms.bfloat16_logits))),
+    "output layer in bfloat16": ("R37", bfloat16_output_layer),
+    "changed while sampling": ("R30", changed_while_sampling),
     "int4 engine": ("R44", variant("weights in int4")),
     "few tokens far off": ("R42", reported(few_far_off)),
     "half the adapter": ("R32", half_the_adapter),
     "rotary table times 1.4": ("R49", variant("a rotary table times 1.4")),
     "every third token": ("R45", reported(noisy(slice(2, None, 3), 0.7))),
     "divided by the temperature": ("R08", divided_by_the_temperature),
+    "temperature of some rows": (
+        "R01", stitched(lambda row, place: row % 3 == 0, functools.partial(transforms.at_temperature, temperature=0.6)),
+    ),
+    "logprobs of a draft": (
+        "R45", stitched(lambda row, place: place * (row + 3) % 5 > 1, functools.partial(transforms.at_temperature, temperature=3.0)),
+    ),
+    "logprobs of other samples": ("R12", reported(of_others)),
+    "gate and up in shards": ("R25", variant("gate and up joined, then cut into 2 shards")),
+    "a tensor doubled": ("R25", variant("model.layers.1.mlp.down_proj.weight doubled")),
+    "float8 inputs": ("R44", variant("weights in float8 with one scale a tensor, and inputs")),
     "decoded tokens": ("R40", reported(noisy(slice(1, None), 0.4))),
     "rotary table of zeros": ("R49", variant("a rotary table of zeros")),
     "rotary pairs side by side": ("R49", variant("rotary pairs side by side")),

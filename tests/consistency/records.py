@@ -1,13 +1,16 @@
 """Records of a run that sampled from a tiny model, with or without a planted fault."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from click.testing import CliRunner
 
 from areal_core.testing import make_tiny_tokenizer
+from areal_debug.verbs.consistency import command
 from consistency.score import scorer_of
 from consistency.tokens import Sequences
 from recorder.header import write_header
@@ -25,6 +28,11 @@ def save_model(folder: Path, seed: int) -> Path:
     peaked_model(seed, vocab_size=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def judged(*arguments) -> tuple[int, dict]:
+    done = CliRunner().invoke(command, [*map(str, arguments), "--json"])
+    return done.exit_code, json.loads(done.stdout) if done.exit_code != 2 else done.stderr
 
 
 def padded_batch(sequences: Sequences, version: int = 0) -> dict[str, np.ndarray]:

@@ -14,9 +14,11 @@ from areal_core.engine.model import load_model
 from areal_core.rollout.types import ModelRequest
 from areal_core.rollout.types import Sampling as EngineSampling
 from areal_core.testing import make_tiny_family, make_tiny_tokenizer
+from consistency.alternatives.variants import Variant, scored_with, variants_of
 from consistency.case import Request
 from consistency.check import check
-from consistency.source import Sampled, Sampling
+from consistency.score import load_scorer
+from consistency.source import Sampled, Sampling, sampling_of
 from consistency.tokens import Completion, sequences_from_completions
 
 SAMPLING = Sampling(
@@ -52,8 +54,35 @@ def sampled_from(folder, **options):
     return replace(packed, experts=np.concatenate(experts))
 
 
-def diagnosis(rows, model):
-    return check(Sampled({"rows": rows}, SAMPLING), Request(str(model))).diagnosis
+def diagnosis(rows, model, engine_dtype="float32"):
+    sampling = replace(SAMPLING, engine_dtype=engine_dtype)
+    return check(Sampled({"rows": rows}, sampling), Request(str(model))).diagnosis
+
+
+def computed_with(variant_of, folder):
+    scorer, rows = load_scorer(str(folder)), replace(sampled_from(folder), experts=None)
+    rows.engine_logprobs[rows.scored] = scored_with(variant_of(scorer.model), scorer, rows, 1.0)
+    return rows
+
+
+@pytest.mark.parametrize("name", ["gate and up exchanged", "experts routed by a sigmoid"])
+def test_experts_that_are_computed_otherwise_are_named(name, tmp_path):
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    folder = make_tiny_family(tmp_path, "qwen3_moe", vocab_size=105, eos_token_id=1, mlp_only_layers=[])
+    rows = computed_with(lambda model: next(v for v in variants_of(model) if v.name == name), folder)
+    assert name in diagnosis(rows, folder).causes[0].name
+
+
+def test_a_copy_of_the_weights_in_bfloat16_is_no_fault_of_an_engine_that_declares_it(folder):
+    def copied(model):
+        return Variant("", "", [(p, lambda old: old.bfloat16().float()) for p in model.parameters()])
+
+    found = diagnosis(computed_with(copied, folder), folder, "bfloat16")
+    assert (found.verdict, any(cause.fault for cause in found.causes)) == ("healthy", False)
+
+
+def test_float8_that_a_config_declares_is_the_dtype_of_the_engine():
+    assert sampling_of({"rollout": {"quantization": "fp8"}}, {}, "bfloat16")[0].engine_dtype == "float8"
 
 
 def test_equal_routers_are_healthy(folder):

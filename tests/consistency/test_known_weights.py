@@ -76,16 +76,9 @@ def sampled_by(folders, kind):
 )
 def test_the_weights_are_named(folders, tmp_path, kind, id, says):
     tokens, logprobs = sampled_by(folders, kind)
-    samples = [
-        {
-            "prompt_tokens": row[:PROMPT],
-            "completion_tokens": row[PROMPT:],
-            "logprobs": own,
-            "reward": 0.0,
-            "group": n,
-        }
-        for n, (row, own) in enumerate(zip(tokens, logprobs, strict=True))
-    ]
+    rows = [(row[:PROMPT], row[PROMPT:], own) for row, own in zip(tokens, logprobs, strict=True)]
+    names = ("prompt_tokens", "completion_tokens", "logprobs")
+    samples = [dict(zip(names, row, strict=True)) | {"reward": 0.0, "group": n} for n, row in enumerate(rows)]
     with Recorder(tmp_path / "r", trainer="slime") as recorder:
         recorder.step(0, samples)
     request = Request(

@@ -1,29 +1,24 @@
 """`areal-debug consistency --engine`: every API, several servers, faulty decoding."""
 
 import functools
-import json
 import re
 
 import pytest
-from click.testing import CliRunner
 
 from areal_core.testing import make_tiny_tokenizer
-from areal_debug.verbs.consistency import command
 from consistency import transforms
 from consistency.score import load_scorer
 
 from .fault_server import serving
 from .faulty_engine import FaultyEngine
+from .records import judged
+
+SHORT = ("--max-new-tokens", 40)
 
 
 @pytest.fixture(scope="module")
 def scorer(model):
     return load_scorer(str(model))
-
-
-def judged(*arguments):
-    done = CliRunner().invoke(command, [*map(str, arguments), "--max-new-tokens", "40", "--json"])
-    return done.exit_code, json.loads(done.stdout) if done.exit_code != 2 else done.stderr
 
 
 @pytest.mark.parametrize(
@@ -33,7 +28,7 @@ def judged(*arguments):
 def test_healthy_engine_is_healthy_over_every_api(api, software, scorer, model, prompts):
     tokenizer = make_tiny_tokenizer()
     with serving(FaultyEngine(scorer, noise=0.002), api, lambda ids: tokenizer.decode(ids)) as url:
-        code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
+        code, found = judged("--engine", url, "--model", model, "--prompts", prompts, *SHORT)
     assert (code, found["verdict"], [cause["id"] for cause in found["causes"]]) == (0, "healthy", ["R35"])
     assert found["engines"] == [f"{software} with faulty"]
     assert found["num_tokens"] == 24 * 40
@@ -44,7 +39,7 @@ def test_healthy_engine_is_healthy_over_every_api(api, software, scorer, model, 
 def test_engine_whose_decoding_differs_from_its_prefill_is_named(scorer, model, prompts):
     decoding, scoring = FaultyEngine(scorer, noise=0.3), FaultyEngine(scorer, noise=0.002)
     with serving(decoding, "sglang", scoring=scoring) as url:
-        code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
+        code, found = judged("--engine", url, "--model", model, "--prompts", prompts, *SHORT)
     assert (code, found["causes"][0]["id"]) == (1, "R40")
     assert found["rescoring"]["decode"] > 0.1
     assert found["rescoring"]["prefill"] < 0.01
@@ -54,7 +49,7 @@ def test_engine_whose_prefill_is_wrong_is_not_healthy_though_it_samples_rightly(
     other = functools.partial(transforms.at_temperature, temperature=0.5)
     decoding, scoring = FaultyEngine(scorer, noise=0.0), FaultyEngine(scorer, reports=other, noise=0.0)
     with serving(decoding, "sglang", scoring=scoring) as url:
-        code, found = judged("--engine", url, "--model", model, "--prompts", prompts)
+        code, found = judged("--engine", url, "--model", model, "--prompts", prompts, *SHORT)
     first = found["causes"][0]
     assert (code, first["id"]) == (1, "R40")
     assert first["name"].startswith("the engine's prefill differs from its own decoding")
@@ -64,7 +59,9 @@ def test_engine_whose_prefill_is_wrong_is_not_healthy_though_it_samples_rightly(
 @pytest.mark.long
 def test_run_to_run_variation_of_the_engine_sets_the_noise_floor(scorer, model, prompts):
     with serving(FaultyEngine(scorer, noise=0.06), "sglang") as url:
-        code, found = judged("--engine", url, "--model", model, "--prompts", prompts, "--dtype", "bfloat16")
+        code, found = judged(
+            "--engine", url, "--model", model, "--prompts", prompts, *SHORT, "--dtype", "bfloat16"
+        )
     assert (code, found["verdict"]) == (0, "healthy")
     assert "two engine scorings of the same tokens differ by" in found["setting"]["noise"]["source"]
 
@@ -73,7 +70,9 @@ def test_an_unrequested_transform_is_named_on_a_page_that_needs_no_network(score
     transform = functools.partial(transforms.top_p, top_p=0.8)
     page = tmp_path / "report.html"
     with serving(FaultyEngine(scorer, draws=transform, reports=transform, noise=0.002), "sglang") as url:
-        code, found = judged("--engine", url, "--model", model, "--prompts", prompts, "--output", page)
+        code, found = judged(
+            "--engine", url, "--model", model, "--prompts", prompts, *SHORT, "--output", page
+        )
     text = page.read_text(encoding="utf-8")
     assert (code, found["causes"][0]["id"]) == (1, "R03")
     assert text.index("mismatch</span>") < text.index("R03") < text.index("Where they differ")

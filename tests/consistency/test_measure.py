@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from consistency.checks.recognise import heavy_tail
+from consistency.checks.numerics import heavy_tail
 from consistency.measure import measure, tail
 from consistency.tokens import Excluded
 

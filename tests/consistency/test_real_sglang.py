@@ -4,11 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from areal_core.servers.server import call
 from areal_core.servers.sglang import SGLANG
-from areal_debug.verbs.consistency import command
 from consistency.alternatives.probes import bos_alternatives, checkpoint_alternative
 from consistency.case import NOISE, Setting
 from consistency.diagnose import diagnose
@@ -16,6 +14,7 @@ from consistency.score import load_scorer, score
 from consistency.tokens import Completion, sequences_from_completions
 from consistency.transforms import replay
 
+from .records import judged as judged_live
 from .records import save_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]  # `rollout/test_sglang_real.py` starts one every day
@@ -100,13 +99,9 @@ def test_live_server_is_queried(server, model, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"input_ids": [BOS, 10 + row, 20, 30 + row]} for row in range(16)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--num-samples", "2", "--max-new-tokens", "32", "--json"]
-    done = CliRunner().invoke(
-        command, ["--engine", server.address, "--model", str(model), "--prompts", str(prompts), *options]
-    )
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert (done.exit_code, found["verdict"], found["num_sequences"]) == (0, "healthy", 32)
+    options = ("--prompts", prompts, "--num-samples", 2, "--max-new-tokens", 32)
+    code, found = judged_live("--engine", server.address, "--model", model, *options)
+    assert (code, found["verdict"], found["num_sequences"]) == (0, "healthy", 32)
     assert found["engines"] == [f"SGLang 0.5.23 with {model} (float32)"]
     assert found["metrics"]["mean_abs"] < 1e-5
     assert found["rescoring"]["decode"] < 1e-5

@@ -3,12 +3,10 @@
 import json
 import shutil
 from dataclasses import replace
-from io import BytesIO
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from PIL import Image
 
 from areal_core.data.images import data_url
 from areal_core.data.processor import load_processor
@@ -21,16 +19,15 @@ from consistency.live import Prompt, make_rescorer, query_engines, sampled_of, v
 from consistency.score import load_scorer
 from consistency.transforms import select_rows
 
+from .test_planted_images import picture as planted_picture
+
 pytestmark = [pytest.mark.sglang, pytest.mark.long]
 PARAMS = SamplingParams(max_new_tokens=24)
 
 
 def picture(seed: int) -> bytes:
-    random = np.random.default_rng(seed)
-    width, height = random.integers(40, 120, 2)
-    file = BytesIO()
-    Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file, "PNG")
-    return file.getvalue()
+    width, height = np.random.default_rng(seed).integers(40, 120, 2)
+    return planted_picture(seed, (width, height))
 
 
 def chat(num_images: int):
@@ -119,16 +116,7 @@ def test_verb_reads_prompts_with_images(model, address, tmp_path):
     rows = [{"messages": chat(1), "images": [data_url(picture(row))]} for row in range(8)]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = [
-        "--engine",
-        address,
-        "--model",
-        str(model),
-        "--prompts",
-        str(prompts),
-        "--max-new-tokens",
-        "24",
-    ]
-    done = CliRunner().invoke(command, [*options, "--json"])
+    options = ["--engine", address, "--model", str(model), "--prompts", str(prompts), "--json"]
+    done = CliRunner().invoke(command, [*options, "--max-new-tokens", "24"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["verdict"] == "healthy"

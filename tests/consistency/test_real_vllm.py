@@ -1,20 +1,20 @@
 """A real vLLM server in float32: healthy at temperature 1, raw logprobs at any other."""
 
-import json
 import os
 import socket
 import subprocess
 import time
 
 import pytest
-from click.testing import CliRunner
 
 from areal_core.servers.server import Server, is_healthy, last_lines
 from areal_core.testing import make_tiny_model
-from areal_debug.verbs.consistency import command
+
+from .records import judged
 
 pytestmark = pytest.mark.long
 READY_TIMEOUT_S = 300.0
+SAMPLED = ("--num-samples", 2, "--max-new-tokens", 64)
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +50,8 @@ def server(vllm_python, model, tmp_path_factory):
         process.wait(60)
 
 
-def judged(server, model, prompts, *options):
-    arguments = ["--engine", server.address, "--model", model, "--prompts", prompts, "--json"]
-    done = CliRunner().invoke(
-        command, [*map(str, arguments), "--num-samples", "2", "--max-new-tokens", "64", *options]
-    )
-    assert done.exit_code in (0, 1), done.output
-    return done.exit_code, json.loads(done.stdout)
-
-
 def test_float32_server_is_healthy(server, model, prompts):
-    code, found = judged(server, model, prompts)
+    code, found = judged("--engine", server.address, "--model", model, "--prompts", prompts, *SAMPLED)
     assert (code, found["verdict"], [cause["id"] for cause in found["causes"]]) == (0, "healthy", ["R35"])
     assert found["engines"] == [f"vLLM 0.32.0 with {model}"]
     assert found["num_tokens"] > 1000
@@ -70,7 +61,8 @@ def test_float32_server_is_healthy(server, model, prompts):
 
 
 def test_raw_logprobs_at_another_temperature_are_named_as_what_they_are(server, model, prompts):
-    code, found = judged(server, model, prompts, "--temperature", "0.6")
+    options = ("--model", model, "--prompts", prompts, "--temperature", 0.6, *SAMPLED)
+    code, found = judged("--engine", server.address, *options)
     first = found["causes"][0]
     assert (code, found["verdict"], first["id"]) == (1, "mismatch", "R01")
     assert "the engine reports raw logprobs (temperature 1)" in first["evidence"]

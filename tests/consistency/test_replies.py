@@ -116,7 +116,6 @@ def test_request_to_sglang_has_one_placeholder_for_each_image_of_its_prompt():
 def test_servers_without_images_beside_ids_are_refused(api):
     server = api("http://127.0.0.1:1", EngineIdentity("an engine", "a model"), "a model")
     pictures = Pictures((png(0),), placeholder=9)
-    with pytest.raises(EngineError, match="takes no images with token ids"):
-        server.sample([5, 9], PARAMS, pictures)
-    with pytest.raises(EngineError, match="takes no images with token ids"):
-        server.rescore([5, 9, 6], 2, pictures)
+    for ask, *given in ((server.sample, [5, 9], PARAMS), (server.rescore, [5, 9, 6], 2)):
+        with pytest.raises(EngineError, match="takes no images with token ids"):
+            ask(*given, pictures)

@@ -7,17 +7,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from consistency.alternatives.variants import variant_alternatives, variants_of
 from consistency.case import NOISE, Request, Setting
 from consistency.check import check, explain_trainer
 from consistency.diagnose import diagnose
 from consistency.errors import OtherModel
-from consistency.score import load_scorer, score, scorer_of
+from consistency.score import load_scorer, score
 from consistency.source import read_record, read_step
 from recorder import open_record
 
-from .faulty_engine import FaultyEngine, sample_rows
-from .models import peaked_model
 from .records import save_model
 
 
@@ -67,20 +64,6 @@ def test_a_checkpoint_that_was_given_is_tried_where_the_difference_could_be_roun
     assert (found.verdict, found.causes[0].confidence <= 0.9) == ("healthy", True)
     found = check(sampled, Request(str(tmp_path / "newer"), previous=str(model))).diagnosis
     assert (found.verdict, found.causes[0].id) == ("mismatch", "R24")
-
-
-def test_biases_of_projections_that_were_not_loaded_are_named():
-    own = peaked_model(attention_bias=True)
-    for name, bias in own.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(bias, generator=torch.Generator().manual_seed(len(name)))
-    name = "no bias of q_proj, k_proj, v_proj, o_proj"
-    chosen = next(one for one in variants_of(own) if one.name == name)
-    with chosen.applied():
-        prompts = torch.randint(5, 100, (16, 10), generator=torch.Generator().manual_seed(0))
-        rows = sample_rows(FaultyEngine(scorer_of(own), noise=0.001), prompts, 40, seed=0)
-    [found] = variant_alternatives(scorer_of(own), rows, 1.0)
-    assert found.name == name
 
 
 def test_a_window_needs_rows_that_begin_before_its_end(model, record):
