@@ -84,8 +84,8 @@ def diagnose(
     )
     findings += [finding for check in CHECKS if (finding := check(case)) is not None]
     faults = any(is_accusation(finding) for finding in findings)
-    # Ordinary noise (R35), a policy that moved (R57) and declared float8 (R44) account for the difference.
-    accounts = [found.confidence for found in findings if found.id in ("R35", "R44", "R57")]
+    # Ordinary noise (R35), a policy that moved (R57) and declared dtypes (R38, R44) account for the difference.
+    accounts = [found.confidence for found in findings if found.id in ("R35", "R38", "R44", "R57")]
     harmless = max(accounts, default=0.0) > THIN
     verdict = "mismatch" if faults else "healthy" if harmless else "unknown"
     causes = sorted(findings, key=lambda finding: (not is_accusation(finding), -finding.confidence))

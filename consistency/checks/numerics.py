@@ -163,7 +163,7 @@ def other_dtype(case: Case) -> Finding | None:
         return None
     shared = correlation(moves, difference)
     shown = f"D correlates with what the other dtype changes: {shared:.2f}, and is as large"
-    return dtype_finding(case, None, shown) if shared > MOVES_SHARED else None
+    return finding("R38", replay=shown) if shared > MOVES_SHARED else None
 
 
 def moves_of_dtype(case: Case) -> tuple[Floats, Floats] | None:
@@ -173,11 +173,6 @@ def moves_of_dtype(case: Case) -> tuple[Floats, Floats] | None:
     if replays is None or not scored:
         return None
     return scored[0] - replays.base, replays.engine - replays.base
-
-
-def dtype_finding(case: Case, sure: float | None, shown: str) -> Finding:
-    # Below the level it is the noise of a dtype that the engine declares.
-    return finding("R38", sure, shown=shown, is_fault=case.mean_abs > case.level)
 
 
 def accepted_drafts(case: Case) -> Finding | None:
