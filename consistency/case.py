@@ -165,7 +165,7 @@ def explain(replays: Replays, level: float) -> Explanation | None:
 def likeliest(replays: Replays) -> tuple[Prediction, float] | None:
     """Return the transform under which the tokens are likeliest, and the nats that it gains."""
     # Temperature, truncation, penalties, forbidden EOS.
-    tried = [p for p in replays.predictions if p.cause in ("R01", "R03", "R05", "R06")]
+    tried = [p for p in replays.predictions if p.cause in ("R01", "R03", "R05", "R06", "R06.tokens")]
     gains = [likelihood(replays.base, p.logprobs) for p in tried]
     best = int(np.argmax(gains)) if gains else -1
     return (tried[best], gains[best]) if gains else None

@@ -5,8 +5,9 @@ shift, mispaired rows, and other models.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -119,7 +120,12 @@ def with_derived(replays: Replays, sequences: Sequences, alternatives: Sequence[
         Prediction("R07", "constant", offset, base + offset),
         Prediction("R08", "logarithms to base 2", 1 / np.log(2), base / np.log(2)),
         Prediction("R08", "logarithms to base 10", 1 / np.log(10), base / np.log(10)),
+        Prediction(
+            "R08.cumulative", "sums of all logprobs up to the token", 0.0, by_row(base, row, np.cumsum)
+        ),
+        Prediction("R08.mean", "the mean of each row", 0.0, by_row(base, row, np.mean)),
         *(Prediction("R11", "shift", float(by), shifted(base, row, by)) for by in SHIFTS),
+        Prediction("R11.reversed", "rows in reversed order", 0.0, by_row(base, row, np.flip)),
         mispaired_rows(engine, base, row),
         *alternatives,
     ]
@@ -131,6 +137,14 @@ def with_derived(replays: Replays, sequences: Sequences, alternatives: Sequence[
     mixed = [found for group in groups if (found := of_some_rows(engine, base, row, group)) is not None]
     least = min(mixed, key=lambda p: mean_square(engine, p.logprobs), default=None)
     return replace(replays, predictions=(*every, *([] if least is None else [least])))
+
+
+def by_row(base: Floats, row: Ints, changed: Callable[[Floats], Any]) -> Floats:
+    """Return what a function of a row's logprobs gives: one for each token, or one for all."""
+    result = base.copy()
+    for one in np.unique(row):
+        result[row == one] = changed(base[row == one])
+    return result
 
 
 def shifted(base: Floats, row: Ints, by: int) -> Floats:

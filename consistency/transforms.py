@@ -37,6 +37,9 @@ RESIDUAL_BOUND = 5.0
 EXPLAINED = 0.2
 # Nats that an excluded token costs: noise at the edge of a nucleus does not refute it.
 FORBIDDEN_COST = 8.0
+# A token that should have occurred so often, and never did, may be forbidden: by chance once in 3,000 tokens.
+LEAST_EXPECTED = 8.0
+MOST_NAMED = 8  # of them
 # A transform that gains so many nats in the screening is tested on all tokens.
 SCREENING_NATS = 2.0
 
@@ -162,11 +165,27 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
     predictions = predict(sample, tried, [family.grid for family in tried])
     for _ in range(ZOOMS):
         predictions += predict(sample, tried, [finer_grid(f, predictions, engine, base, row) for f in tried])
+    absent = absent_tokens(scorer, sequences, sample, temperature)
+    if absent:
+        name = f"{len(absent)} forbidden tokens ({', '.join(map(str, absent[:MOST_NAMED]))})"
+        without = evaluate(scorer, sequences, sample, temperature, [lambda rows: forbidden(rows, absent)])[0]
+        predictions.append(Prediction("R06.tokens", name, 0.0, without))
     if scorer.model.dtype == torch.float32:
         low = replace(scorer, head=replace(scorer.head, layer=copy.deepcopy(scorer.head.layer).bfloat16()))
         multiplied = evaluate(low, sequences, sample, temperature, [as_is])[0]
         predictions.append(Prediction("R37", "an output layer in bfloat16", 0.0, multiplied))
     return Replays(sample.rows, sample.places, engine, base, tuple(predictions))
+
+
+def absent_tokens(scorer: Scorer, sequences: Sequences, sample: LogitSample, temperature: float) -> list[int]:
+    """Return the ids that never occur in the sample and should have, by their total probability."""
+    size, expected = scorer.head.rows_at_a_time(scorer.device), torch.zeros(())
+    for begin in range(0, len(sample.places), size):
+        rows = logit_rows(scorer, sequences, sample, temperature, slice(begin, begin + size))
+        expected = expected + torch.softmax(rows.scaled, 1).sum(0).cpu()
+    expected[sample.labels.cpu()] = 0.0
+    ids = torch.nonzero(expected > LEAST_EXPECTED)[:, 0]
+    return [int(one) for one in ids[expected[ids].argsort(descending=True)]]
 
 
 def is_promising(
@@ -485,8 +504,12 @@ def presence_penalty(rows: Rows, penalty: float) -> Tensor:
 
 
 def forbidden_token(rows: Rows, token_id: float) -> Tensor:
+    return forbidden(rows, [round(token_id)])
+
+
+def forbidden(rows: Rows, ids: list[int]) -> Tensor:
     kept = torch.ones_like(rows.scaled, dtype=torch.bool)
-    kept[:, round(token_id)] = False
+    kept[:, ids] = False
     return _only(rows, kept)
 
 

@@ -24,7 +24,20 @@ from consistency.rescoring import Rescoring
 from consistency.score import Scorer, load_scorer, logprobs_after, read_prefix, score_logprobs
 from consistency.tensors import find_changed_tensor, find_stale_tensors, swapped, with_values
 from consistency.tokens import Floats, Ints, Sequences
-from consistency.transforms import LEAST_TO_WEIGH, Prediction, Replays, best_by_row, bounded, usable_or
+from consistency.transforms import (
+    EXPLAINED,
+    LEAST_TO_WEIGH,
+    ROWS_TO_TRY,
+    Prediction,
+    Replays,
+    best_by_row,
+    bounded,
+    of_some_rows,
+    residual_size,
+    row_means,
+    select_rows,
+    usable_or,
+)
 
 # Two rounding kernels differ more than a rounding one from an exact one: sqrt(2), with a margin.
 NOISE_MARGIN = 1.6
@@ -198,7 +211,57 @@ def changed_within_rows(
                 yield np.concatenate([before.logprobs[places[:cut]], rest[cut:]])
 
     name = f"{before.name} up to a token of each row, and the model after it,"
-    return best_by_row(rows, now, tried, "R30.cut", name)
+    found = best_by_row(rows, now, tried, "R30.cut", name)
+    whole = of_some_rows(engine, now, rows.row_of_token[rows.scored], [before])
+    if (
+        found
+        and whole is not None
+        and residual_size(engine, whole.logprobs) < LEAST_CUT * residual_size(engine, found[0].logprobs)
+    ):
+        return []  # a cut of each row fits noise; whole rows of another checkpoint are the simpler cause
+    return found
+
+
+LEAST_CUT = 1.5  # residual of whole rows over that of rows with cuts
+MOST_CUTS = 32  # lengths below that of the shortest bad prompt
+COMMON_CUTS = tuple(2**k for k in range(4, 15))  # tokens
+
+
+def cut_prompts(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
+    """Score with prompts that are cut to a number of tokens, where only longer prompts are bad (R16)."""
+    now, row = score_logprobs(scorer, rows, temperature=temperature), rows.row_of_token[rows.scored]
+    means = row_means(rows.engine_logprobs[rows.scored], now, row)
+    lengths = np.array([int(np.argmax(rows.sampled[rows.row(one)])) for one in range(rows.num_rows)])
+    bad = np.flatnonzero(means > max(LEAST_TO_WEIGH, EXPLAINED * means.max()))
+    if not len(bad) or rows.images is not None:
+        return []
+    shortest = int(lengths[bad].min())
+    near = range(max(shortest - MOST_CUTS, 1), shortest)
+    worst = select_rows(rows, bad[np.argsort(-means[bad], kind="stable")][:ROWS_TO_TRY])
+    engine = worst.engine_logprobs[worst.scored]
+
+    def miss(cut: tuple[int, str]) -> float:
+        changed = with_repeats(worst, prompts_kept(worst, *cut))
+        predicted = score_logprobs(scorer, changed, temperature=temperature)
+        return float(bounded(engine - predicted).mean())
+
+    tried = [
+        (count, side) for count in {*near, *COMMON_CUTS} if count < shortest for side in ("last", "first")
+    ]
+    count, side = min(sorted(tried), key=miss)
+    changed = with_repeats(rows, prompts_kept(rows, count, side))
+    name = f"prompts cut to their {side} {count} tokens"
+    return [Prediction("R16.cut", name, 0.0, score_logprobs(scorer, changed, temperature=temperature))]
+
+
+def prompts_kept(rows: Sequences, count: int, side: str) -> Ints:
+    """Return 0 for tokens of prompts that are cut off, 1 for all others; int64 [tokens]."""
+    repeats = np.ones(len(rows.input_ids), np.int64)
+    for one in range(rows.num_rows):
+        kept = repeats[rows.row(one)]
+        length = int(np.argmax(rows.sampled[rows.row(one)]))
+        kept[slice(0, max(length - count, 0)) if side == "last" else slice(min(count, length), length)] = 0
+    return repeats
 
 
 def after_prefix(inputs: ProbeInputs, other: Scorer, row: int, places: Ints, length: int) -> Floats:
@@ -381,6 +444,7 @@ PROBES: tuple[Probe, ...] = (
     lambda i: bos_alternatives(i.scorer, i.rows, i.setting.bos_token_id, i.setting.temperature),
     of_model(image_alternatives),
     of_model(prompt_alternatives),
+    of_model(cut_prompts),
     probe_checkpoints,
     of_model(variant_alternatives),
 )

@@ -5,6 +5,7 @@ MLP, norms, experts, skipped layers, quantised weights. Every variant is a chang
 taken back. All are screened on few tokens; the one that fits best is scored on all of them.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -117,7 +118,7 @@ def variants_of(model: Any) -> Iterator[Variant]:
     yield from layer_variants(model)
     yield from expert_variants(model)
     yield from quantized_variants(model)
-    yield from rescaled_variants(model)
+    yield from changed_tensors(model)
 
 
 # Rotary positions.
@@ -377,8 +378,9 @@ def norm_variants(model: Any) -> Iterator[Variant]:
     for name, by in (("1 + weight", 1.0), ("weight - 1", -1.0)):
         values = [(module.get_parameter("weight"), partial(torch.add, other=by)) for _, module in norms]
         yield Variant("R54", f"norms scaled by {name}", list(values))
-    for one in dict.fromkeys(name for name, _ in norms):
-        yield Variant("R25.variant", f"{one} skipped", hooks=[(m, skip) for name, m in norms if name == one])
+    for names in (*((one,) for one in dict.fromkeys(name for name, _ in norms)), ("q_norm", "k_norm")):
+        hooks = [(module, skip) for name, module in norms if name in names]
+        yield Variant("R25.variant", f"{' and '.join(names)} skipped", hooks=list(hooks))
 
 
 def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -407,17 +409,35 @@ def layer_variants(model: Any) -> Iterator[Variant]:
     for number, layer in enumerate(layers) if last > 0 else ():
         if len(layers) <= MOST_LAYERS or number in (0, last):
             yield Variant("R25.variant", f"layer {number} skipped", hooks=[(layer, skip)])
+    for number, (one, two) in enumerate(itertools.pairwise(layers[: MOST_LAYERS + 1])):
+        here, there = dict(one.named_parameters()), dict(two.named_parameters())
+        pairs = [(here[n], there[n]) for n in here if n in there and here[n].shape == there[n].shape]
+        pairs += [(second, first) for first, second in pairs]
+        values = [(old, partial(replaced, new.data)) for old, new in pairs]
+        yield Variant("R25.variant", f"layers {number} and {number + 1} exchanged", list(values))
 
 
-RESCALED = {"zero": 0.0, "halved": 0.5, "doubled": 2.0, "with the other sign": -1.0}
+def replaced(new: Tensor, old: Tensor) -> Tensor:
+    return new
 
 
-def rescaled_variants(model: Any) -> Iterator[Variant]:
+CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "zero": torch.zeros_like,
+    "halved": lambda old: 0.5 * old,
+    "doubled": lambda old: 2.0 * old,
+    "with the other sign": torch.neg,
+    "transposed": lambda old: (
+        old.mT.contiguous() if old.dim() > 1 and old.shape[-1] == old.shape[-2] else old
+    ),
+}
+
+
+def changed_tensors(model: Any) -> Iterator[Variant]:
     named = dict(model.named_parameters())
     for name, parameter in named.items() if len(named) <= MOST_TENSORS else ():
         cause = "R26.rescaled" if any(word in name for word in VOCABULARY_WORDS) else "R25.variant"
-        for how, factor in RESCALED.items():
-            yield Variant(cause, f"{name} {how}", [(parameter, partial(torch.mul, other=factor))])
+        for how, change in CHANGED.items():
+            yield Variant(cause, f"{name} {how}", [(parameter, change)])
 
 
 # Experts.
@@ -440,9 +460,20 @@ def expert_variants(model: Any) -> Iterator[Variant]:
     for by in (1, -1):
         values = [(router, partial(torch.roll, shifts=by, dims=0)) for router in routers]
         yield Variant("R25.variant", f"experts moved by {by:+d}", list(values))
+    for rank, count in ((rank, shards) for shards in SHARDS for rank in range(shards)):
+        every = [p for name, p in model.named_parameters() if p.dim() == 3 and name.endswith("down_proj")]
+        values = [(p, partial(without_shard, rank, count)) for p in every if len(p) % count == 0]
+        name = f"shard {rank} of {count} of the experts without an output"
+        yield Variant("R25.variant", name, list(values))
     names = ("shared_expert", "shared_experts")
     shared = [module for name, module in model.named_modules() if name.endswith(names)]
     yield Variant("R25.variant", "the shared expert skipped", hooks=[(module, zeros) for module in shared])
+
+
+def without_shard(rank: int, count: int, old: Tensor) -> Tensor:
+    new = old.clone()
+    new.chunk(count)[rank].zero_()
+    return new
 
 
 def zeros(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
@@ -501,17 +532,52 @@ def rounded_to_float8(values: Tensor, of: tuple[int, ...] = (-1,)) -> Tensor:
     return (values / scale).to(torch.float8_e4m3fn).float() * scale
 
 
+def in_groups(values: Tensor, group: int | None) -> Tensor:
+    return values if group is None or values.shape[-1] % group else values.reshape(-1, group)
+
+
 def rounded_to_integers(values: Tensor, bits: int, group: int | None) -> Tensor:
-    groups = values if group is None or values.shape[-1] % group else values.reshape(-1, group)
-    most = 2 ** (bits - 1) - 1
+    groups, most = in_groups(values, group), 2 ** (bits - 1) - 1
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
     return ((groups / scale).round().clamp(-most - 1, most) * scale).reshape(values.shape)
+
+
+def rounded_from_zero_point(values: Tensor, bits: int, group: int) -> Tensor:
+    """Round between the smallest and the largest number of each group."""
+    groups = in_groups(values, group)
+    low, high = torch.aminmax(groups, dim=-1, keepdim=True)
+    scale = (high - low).clamp(min=1e-12) / (2**bits - 1)
+    return (((groups - low) / scale).round() * scale + low).reshape(values.shape)
+
+
+def rounded_to_float4(values: Tensor, group: int, scaled_by: Callable[[Tensor], Tensor]) -> Tensor:
+    """Round to e2m1, with one scale a group."""
+    groups, levels = in_groups(values, group), torch.tensor(FLOAT4, device=values.device)
+    scale = scaled_by(groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FLOAT4[-1])
+    edges = (levels[1:] + levels[:-1]) / 2
+    return (levels[torch.bucketize((groups / scale).abs(), edges)] * groups.sign() * scale).reshape(
+        values.shape
+    )
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    return torch.exp2(scale.log2().ceil())
+
+
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+GROUPS = (16, 32, 64, 128)  # of GPTQ, AWQ, bitsandbytes, MXFP4 (32) and NVFP4 (16)
 
 
 SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     "float8": rounded_to_float8,
     "float8 with one scale a tensor": partial(rounded_to_float8, of=(-2, -1)),
     "int8": partial(rounded_to_integers, bits=8, group=None),
-    "int4": partial(rounded_to_integers, bits=4, group=128),
+    **{f"int4, groups of {n}": partial(rounded_to_integers, bits=4, group=n) for n in GROUPS},
+    **{
+        f"int4 with a zero point, groups of {n}": partial(rounded_from_zero_point, bits=4, group=n)
+        for n in GROUPS
+    },
+    "float4, groups of 32 (MXFP4)": partial(rounded_to_float4, group=32, scaled_by=power_of_two),
+    "float4, groups of 16 (NVFP4)": partial(rounded_to_float4, group=16, scaled_by=lambda scale: scale),
 }
-OF_INPUTS = {name: SCHEMES[name.partition(" ")[0]] for name in SCHEMES if name != "int4"}  # a scale a token
+OF_INPUTS = {name: SCHEMES[name.partition(" ")[0]] for name in SCHEMES if "4" not in name}  # a scale a token

@@ -24,7 +24,7 @@ from consistency.checks.shape import breaks, explained_by_key, means_by, onset, 
 from consistency.measure import correlation
 from consistency.tensors import EVERY, TOWER, VOCABULARY_WORDS
 from consistency.tokens import Bools, Floats, Ints
-from consistency.transforms import Prediction
+from consistency.transforms import LEAST_EXPECTED, Prediction
 
 # Thresholds, with their units and what they follow from.
 T_TOLERANCE = 0.02  # of a temperature
@@ -104,6 +104,7 @@ def facts_of(case: Case, p: Prediction) -> dict[str, Any]:
         if value
         else f"{p.name} explain the logprobs",
         "split": ", ".join(split),
+        "absent": f"of {len(ranks)} tokens none is one of these, and {LEAST_EXPECTED:g} or more of each were expected",
         "mean_abs": case.mean_abs,
     }
 
@@ -122,7 +123,7 @@ def hidden_transform(case: Case) -> Finding | None:
     if case.explanation is not None and case.explanation.prediction.cause not in OF_NUMBERS:
         return None
     p, nats = case.drawn_by
-    key = {"R01": "R01.drawn", "R03": "R04", "R05": "R05"}.get(p.cause)
+    key = {"R01": "R01.drawn", "R03": "R04", "R05": "R05", "R06.tokens": "R06.drawn"}.get(p.cause)
     if key is None:
         return None
     rank, mass = case.scores.rank.max(), np.nanmax(case.scores.mass_before)

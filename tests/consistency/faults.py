@@ -180,6 +180,26 @@ def hidden_context(world: World) -> Given:
     return Given(world.sample(context=context))
 
 
+def cut_prompts(world: World) -> Given:
+    """The engine keeps the last 5 tokens of each prompt."""
+    cut = PROMPT_LENGTH - 5
+    kept = replace(world, prompts=world.prompts[:, cut:]).sample()
+    tokens = torch.cat([world.prompts[:, :cut], torch.as_tensor(kept.input_ids.reshape(NUM_ROWS, -1))], 1)
+    logprobs = np.pad(kept.engine_logprobs.reshape(NUM_ROWS, -1), [(0, 0), (cut, 0)])
+    sequences = replace(sequences_of(tokens, PROMPT_LENGTH), engine_logprobs=logprobs.reshape(-1))
+    return Given(sequences, alternatives=probes.cut_prompts(world.trainer, sequences, 1.0))
+
+
+def likely_tokens_forbidden(reports: bool) -> Callable[[World], Given]:
+    def build(world: World) -> Given:
+        plain = world.sample()
+        likely = np.argsort(-np.bincount(plain.input_ids[plain.scored]))[:4].tolist()
+        without = functools.partial(transforms.forbidden, ids=likely)
+        return Given(world.sample(draws=without, **({"reports": without} if reports else {})))
+
+    return build
+
+
 def lost_token(world: World) -> Given:
     """Re-tokenising merged two tokens of each row; later ids are the same, one position earlier."""
     full = world.sample()
@@ -369,13 +389,18 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "repetition penalty of the output": ("R05", with_transforms(**both(transforms.output_repetition_penalty, penalty=1.15))),
     "frequency penalty": ("R05", with_transforms(**both(transforms.frequency_penalty, penalty=0.4))),
     "presence penalty": ("R05", with_transforms(**both(transforms.presence_penalty, penalty=0.6))),
+    "likely tokens forbidden": ("R06", likely_tokens_forbidden(reports=True)),
+    "likely tokens not drawn": ("R06", likely_tokens_forbidden(reports=False)),
     "EOS forbidden at first": ("R06", eos_forbidden),
     "constant offset": ("R07", reported(lambda v, w: v - 0.1)),
     "base 10": ("R08", reported(lambda v, w: v / np.log(10))),
+    "cumulative": ("R08", reported(lambda v, w: np.cumsum(v, 1))),
+    "means of rows": ("R08", reported(lambda v, w: np.broadcast_to(v.mean(1, keepdims=True), v.shape))),
     "probabilities": ("R08", reported(lambda v, w: np.exp(v))),
     "wrong sign": ("R08", reported(lambda v, w: -v)),
     "logprob of the likeliest token": ("R09", with_transforms(reports=lambda rows: transforms.largest_logprob(rows, 0.0))),
     "shift by minus one": ("R11", reported(lambda v, w: np.roll(v, -1, axis=1))),
+    "rows reversed": ("R11", reported(lambda v, w: v[:, ::-1])),
     "rows of a pack shifted": (
         "R11",
         reported(lambda v, w: np.stack([np.roll(row, -(number % 4)) for number, row in enumerate(v)])),
@@ -384,6 +409,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "re-tokenised": ("R13", lost_token),
     "history stripped": ("R14", stripped_history),
     "missing BOS": ("R15", missing_bos),
+    "prompts cut": ("R16", cut_prompts),
     "hidden system prompt": ("R16", hidden_context),
     "last logprob missing": ("R17", missing_last_logprob),
     "tool output in the mask": ("R18", tool_output),
@@ -403,7 +429,9 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "bfloat16 logits": ("R37", lambda world: Given(quiet(world).sample(reports=transforms.bfloat16_logits))),
     "output layer in bfloat16": ("R37", bfloat16_output_layer),
     "changed while sampling": ("R30", changed_while_sampling),
-    "int4 engine": ("R44", variant("weights in int4")),
+    "int4 engine": ("R44", variant("weights in int4, groups of 64")),
+    "zero points": ("R44", variant("weights in int4 with a zero point, groups of 32")),
+    "MXFP4": ("R44", variant("weights in float4, groups of 32")),
     "few tokens far off": ("R42", reported(few_far_off)),
     "half the adapter": ("R32", half_the_adapter),
     "rotary table times 1.4": ("R49", variant("a rotary table times 1.4")),
@@ -426,6 +454,8 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "heads of keys and values": ("R25", variant("the heads of k and v in reverse order")),
     "gate and up": ("R25", variant("gate and up exchanged")),
     "a skipped layer": ("R25", variant("layer 1 skipped")),
+    "layers exchanged": ("R25", variant("layers 0 and 1 exchanged")),
+    "a tensor transposed": ("R25", variant("model.layers.1.self_attn.o_proj.weight transposed")),
     "a skipped norm": ("R25", variant("post_attention_layernorm skipped")),
     "another activation": ("R54", variant("the activation relu")),
     "output layer of zeros": ("R26", variant("an output layer, or an embedding, of zeros")),
