@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -60,11 +61,26 @@ def reads_untrusted(
                 except click.ClickException as error:  # misuse, which only its text leaves the child
                     raise ValueError(error.format_message()) from None
 
-            run_confined(lambda: guarded(in_child), bounds, announce=announced)
+            with folders_for(writes):
+                run_confined(lambda: guarded(in_child), bounds, announce=announced)
 
         return wrapped
 
     return decorate
+
+
+@contextmanager
+def folders_for(places: Iterable[Path]) -> Iterator[None]:
+    """Make the folders that are missing, which a confined child cannot; remove those left empty."""
+    missing = [one for place in places for one in (place, *place.parents) if not one.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+    try:
+        yield
+    finally:
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def describes_limits(cpu_s: float) -> Callable[[Callable[P, None]], Callable[P, None]]:

@@ -104,6 +104,11 @@ class RecordedStep:
             raise not_in_scope(self.name_of(name), "full")
         return self.tensors(name, self.manifest.batches[name], keys)
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the tokens of any row are known."""
+        return any(self.known(rank, "input_ids").any() for rank in range(self.manifest.num_ranks))
+
     def trainer_logprobs(self, rank: int) -> np.ndarray | None:
         """Read the trainer's own log-probs before the update, [tokens], next-token aligned.
 

@@ -99,10 +99,12 @@ def redact_record(
         RecordError: tokens would have to be masked, and the tokenizer is not there.
     """
     if rules.keeps_text and decode is None:
-        raise RecordError(
-            "the tokenizer of this record is not available, and token ids say what its texts say: restore the model at "
-            "its recorded path, or leave out all texts and tokens with --without-text"
-        )
+        if any(record.step(step).has_tokens for step in record.steps[:1]):
+            raise RecordError(
+                "the tokenizer of this record is not available, and token ids say what its texts say: restore the model at "
+                "its recorded path, or leave out all texts and tokens with --without-text"
+            )
+        decode = no_text
     redactor = Redactor(rules)
     changed, num_steps, num_rows, num_images, link = [], 0, 0, 0, None
     with unfinished_folder(destination) as folder:
@@ -137,6 +139,11 @@ def redact_record(
         if end is not None:
             write_end(folder, end.finished, link)
     return Redacted(num_steps, redactor.count, num_rows, tuple(changed), num_images)
+
+
+def no_text(ids: list[int]) -> str:
+    """Decode the tokens of a record that has none."""
+    return ""
 
 
 def has_files(step: RankStep) -> bool:

@@ -192,18 +192,13 @@ def check_edits(record: Record, request: Request) -> None:
 def check_options(record: Record, config: str | None) -> None:
     """Raise ReplayError unless there are tokens, and options of ours: recorded, or `config`."""
     header = record.header
-    if record.steps and header.trainer is not None and not has_tokens(record.step(record.steps[0])):
+    if record.steps and header.trainer is not None and not record.step(record.steps[0]).has_tokens:
         raise ReplayError(f"{record.path} has text and no tokens: it can be read, but not replayed")
     if config is None and not header.config_is_ours:
         raise ReplayError(
             f"{record.path} is a record of {header.trainer}: {their_replay(record)}"
             "our own trainer trains on its batches with --config FILE and --model PATH"
         )
-
-
-def has_tokens(step: RecordedStep) -> bool:
-    """Return whether the tokens of any row are known."""
-    return any(step.known(rank, "input_ids").any() for rank in range(step.manifest.num_ranks))
 
 
 def their_replay(record: Record) -> str:

@@ -98,9 +98,9 @@ def extract(archive: Path, destination: Path, force: bool, as_json: bool) -> Non
 
 
 def report_of_archive(archived: "Archived") -> Report:
-    tokens = max(1, archived.num_tokens)
+    tokens = archived.num_tokens
     size, source = (
-        f"{format_bytes(size_bytes)}, {size_bytes / tokens:.3g} bytes per token"
+        format_bytes(size_bytes) + (f", {size_bytes / tokens:.3g} bytes per token" if tokens else "")
         for size_bytes in (archived.archive_bytes, archived.source_bytes)
     )
     verdict = f"{archived.num_steps} steps, {archived.num_tokens:,} tokens"

@@ -146,6 +146,14 @@ def test_dumps_of_text_can_be_read_and_report_that_they_cannot_be_replayed(name,
     assert "fg" in done.output
 
 
+def test_a_dump_of_text_is_redacted_without_a_tokenizer_into_a_folder_that_is_made(tmp_path):
+    import_record(lines.write_verl_text(tmp_path), tmp_path / "record")
+    words = ["record", "redact", tmp_path / "record", "--to", tmp_path / "new" / "copy", "--pattern", "fg"]
+    done = CliRunner().invoke(main, list(map(str, words)))
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "fg" not in open_record(tmp_path / "new" / "copy").step(0).text(0)[1]["completion"]
+
+
 def test_a_file_of_the_current_folder_is_found_by_its_name_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     row = {"input": "1 + 1 =", "output": "2", "score": 1.0, "step": 1}
