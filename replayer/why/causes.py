@@ -121,7 +121,10 @@ def settings_of(case: Case) -> list[Setting]:
         for item in header.config
     ]
     for item in header.model:
-        found.append(Setting("model", item.where, item.recorded, item.current, True, "every stage reads it"))
+        reads = "every stage reads it"
+        if case.kind_of_batch == "data" and file_of(item.where).endswith(WEIGHTS):
+            reads = "acts on which prompts are in the batch only where answers choose them"
+        found.append(Setting("model", item.where, item.recorded, item.current, True, reads))
     for item in header.environment:
         if item.where.split(".")[0] not in OF_CODE:
             acts = (
@@ -227,20 +230,22 @@ def code_of_user(record: Record) -> str:
 
 def model_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
     """Yield the model's files, if the records start from others."""
-    names = [
-        item.where.split(".size_bytes")[0].split(".crc32c")[0] for item in settings if item.section == "model"
-    ]
-    names = list(dict.fromkeys(names))
+    names = list(dict.fromkeys(file_of(item.where) for item in settings if item.section == "model"))
     if names and (case.step == case.left.steps[0] or not case.weights_before):
         of_weights = any(name.endswith(WEIGHTS) for name in names)
         what = f"A and B started from other model files ({listed(names)})"
         yield Candidate(
             Cause("config" if of_weights else "data", what),
-            0,
+            1 if of_weights and case.kind_of_batch == "data" else 0,
             f"{listed(names)} of the model have other contents",
             "B, run again from A's model files, still differs from A there",
             f"areal-debug record show {quote(case.right.path)}",
         )
+
+
+def file_of(where: str) -> str:
+    """Return the model's file that a difference names."""
+    return where.split(".size_bytes")[0].split(".crc32c")[0]
 
 
 def environment_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:

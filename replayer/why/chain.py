@@ -160,6 +160,7 @@ def weights_before(left: Record, right: Record, step: int) -> bool | None:
 def find_cause(case: Case, settings: Sequence[Setting], options: Options) -> Finding:
     """Return the cause of a difference, as far as it can be shown."""
     config = [*model_candidates(case, settings), *config_candidates(case, settings)]
+    config.sort(key=lambda candidate: candidate.distance)
     if case.weights_before is False and not config:
         return before_the_records(case)
     around = [*outside_candidates(case), *environment_candidates(case, settings)]

@@ -166,6 +166,20 @@ def test_prompts_of_other_content_are_data_and_another_order_is_not_determined(t
     assert "order of the prompts" in answer.finding.cause.what
 
 
+def test_weights_do_not_choose_prompts_where_another_seed_does(tmp_path):
+    def with_weights(crc, **config):
+        files = {"model.safetensors": {"size_bytes": 9, "crc32c": crc}}
+        return replace(OURS, model={"path": "model", "files": files}, config=CONFIG | config)
+
+    def drawn(script):
+        script.batch["input_ids"][:, 0] += 1
+
+    answer = ask(tmp_path / "seed", drawn, with_weights("2" * 8, seed=2), with_weights("1" * 8), at=0)
+    assert answer.finding.cause.what == "seed is 1 in A and 2 in B"
+    answer = ask(tmp_path / "weights", drawn, with_weights("2" * 8), with_weights("1" * 8), at=0)
+    assert "other model files" in answer.finding.cause.what
+
+
 def test_another_loss_mask_is_no_other_data_set(tmp_path):
     def on_the_prompt(script):
         script.batch["loss_mask"][0, 1] = 1
