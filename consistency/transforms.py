@@ -382,9 +382,9 @@ def preceding_counts(sequences: Sequences, tokens: Ints, vocabulary_size: int) -
     """Count each id in the row before each token.
 
     Returns:
-        Counts over all tokens, and over sampled tokens alone; int64 [tokens, vocab].
+        Counts over all tokens, and over sampled tokens alone; float32 [tokens, vocab].
     """
-    seen = np.zeros((2, len(tokens), vocabulary_size), np.int64)
+    seen = np.zeros((2, len(tokens), vocabulary_size), np.float32)
     begin = sequences.cu_seqlens[:-1][sequences.row_of_token[tokens]]
     for index, (start, token) in enumerate(zip(begin, tokens, strict=True)):
         ids = sequences.input_ids[start:token]
@@ -466,7 +466,8 @@ def repetition_penalty(rows: Rows, penalty: float, seen: Tensor | None = None) -
 
     This is the penalty of vLLM and Transformers; `seen` counts other tokens.
     """
-    penalised = torch.where(rows.logits > 0, rows.logits / penalty, rows.logits * penalty)
+    choose = torch.minimum if penalty > 1 else torch.maximum  # torch.where takes six times as long
+    penalised = choose(rows.logits / penalty, rows.logits * penalty)
     is_seen = (rows.seen if seen is None else seen) > 0
     return normalised(torch.where(is_seen, penalised, rows.logits) / rows.temperature)
 

@@ -3,8 +3,10 @@
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache
@@ -35,12 +37,19 @@ FIRST = [
 ONE_SCOPE = ("tests/hangdoctor/real/", "tests/bug/")
 EXIT_STATUS = pytest.StashKey[int]()
 FORKS = pytest.StashKey[subprocess.Popen[bytes]]()
+SCRATCH = pytest.StashKey[str]()
 
 
 def pytest_configure(config):
-    """Start the process that forks programs; workers use that of the first process."""
+    """Start the process that forks programs; workers use that of the first process.
+
+    Programs that are killed, torchrun and browsers leave temporary folders behind. Those of a run of
+    pytest are in one, which it removes, but for the `tmp_path` of tests, which pytest itself keeps.
+    """
     gc.disable()
     if not hasattr(config, "workerinput"):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        config.stash[SCRATCH] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
         config.stash[FORKS] = start_server()
 
 
@@ -104,6 +113,7 @@ def pytest_unconfigure(config):
     """
     if FORKS in config.stash:
         config.stash[FORKS].communicate()
+        shutil.rmtree(config.stash[SCRATCH], ignore_errors=True)
     if EXIT_STATUS in config.stash:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -115,6 +125,15 @@ def tiny_model(tmp_path_factory) -> Path:
     from areal_core.testing import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def page(tmp_path_factory):
+    """One tab for all tests of pages: a browser takes seconds to start."""
+    from tests.browser.chromium import browser_page
+
+    with browser_page(tmp_path_factory.mktemp("profile")) as page:
+        yield page
 
 
 @pytest.fixture(scope="session")
