@@ -218,8 +218,12 @@ def finer_grid(
 
 def residual_size(engine: Floats, predicted: Floats) -> float:
     """Median |difference| of a prediction, plus 5 % of the bounded mean for the tail."""
+    return float(residual_sizes(engine, predicted))
+
+
+def residual_sizes(engine: Floats, predicted: Floats) -> Floats:
     size = np.minimum(np.abs(engine - predicted), RESIDUAL_BOUND)
-    return float(np.median(size) + 0.05 * size.mean())
+    return np.median(size, -1) + 0.05 * size.mean(-1)
 
 
 def bounded(difference: Floats) -> Floats:
@@ -250,8 +254,8 @@ def left_by_row(engine: Floats, base: Floats, row: Ints, predicted: Floats) -> f
 def of_some_rows(engine: Floats, now: Floats, row: Ints, tried: Sequence[Prediction]) -> Prediction | None:
     """Give each row the prediction of one cause that explains it; None if none does, or one explains all."""
     places = [np.flatnonzero(row == one) for one in np.unique(row)]
-    columns = [now, *(p.logprobs for p in tried)]
-    sizes = np.array([[residual_size(engine[at], column[at]) for at in places] for column in columns])
+    columns = np.array([now, *(p.logprobs for p in tried)])
+    sizes = np.stack([residual_sizes(engine[at], columns[:, at]) for at in places], 1)
     own, best = sizes[0], sizes[1:].argmin(0)
     is_theirs = (sizes[1:].min(0) < EXPLAINED * own) & (own > LEAST_TO_WEIGH)
     moved, used = int(is_theirs.sum()), np.bincount(best[is_theirs], minlength=len(tried))
