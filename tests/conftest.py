@@ -159,11 +159,9 @@ def sglang(tmp_path_factory):
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
     """The interpreter of an environment with vLLM, which is installed if there is none."""
-    done = subprocess.run([ROOT / "tests/vllm/install_vllm.sh"], capture_output=True, text=True, timeout=1200)
-    if done.returncode == 77:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    from tests.command_line import installed
+
+    return installed(ROOT / "tests/vllm/install_vllm.sh")
 
 
 @pytest.fixture(autouse=True, scope="session")
