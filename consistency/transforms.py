@@ -237,8 +237,12 @@ def finer_grid(
 
 def residual_size(engine: Floats, predicted: Floats) -> float:
     """Median |difference| of a prediction, plus 5 % of the bounded mean for the tail."""
+    return float(residual_sizes(engine, predicted))
+
+
+def residual_sizes(engine: Floats, predicted: Floats) -> Floats:
     size = np.minimum(np.abs(engine - predicted), RESIDUAL_BOUND)
-    return float(np.median(size) + 0.05 * size.mean())
+    return np.median(size, -1) + 0.05 * size.mean(-1)
 
 
 def bounded(difference: Floats) -> Floats:
@@ -269,8 +273,8 @@ def left_by_row(engine: Floats, base: Floats, row: Ints, predicted: Floats) -> f
 def of_some_rows(engine: Floats, now: Floats, row: Ints, tried: Sequence[Prediction]) -> Prediction | None:
     """Give each row the prediction of one cause that explains it; None if none does, or one explains all."""
     places = [np.flatnonzero(row == one) for one in np.unique(row)]
-    columns = [now, *(p.logprobs for p in tried)]
-    sizes = np.array([[residual_size(engine[at], column[at]) for at in places] for column in columns])
+    columns = np.array([now, *(p.logprobs for p in tried)])
+    sizes = np.stack([residual_sizes(engine[at], columns[:, at]) for at in places], 1)
     own, best = sizes[0], sizes[1:].argmin(0)
     is_theirs = (sizes[1:].min(0) < EXPLAINED * own) & (own > LEAST_TO_WEIGH)
     moved, used = int(is_theirs.sum()), np.bincount(best[is_theirs], minlength=len(tried))
@@ -401,9 +405,9 @@ def preceding_counts(sequences: Sequences, tokens: Ints, vocabulary_size: int) -
     """Count each id in the row before each token.
 
     Returns:
-        Counts over all tokens, and over sampled tokens alone; int64 [tokens, vocab].
+        Counts over all tokens, and over sampled tokens alone; float32 [tokens, vocab].
     """
-    seen = np.zeros((2, len(tokens), vocabulary_size), np.int64)
+    seen = np.zeros((2, len(tokens), vocabulary_size), np.float32)
     begin = sequences.cu_seqlens[:-1][sequences.row_of_token[tokens]]
     for index, (start, token) in enumerate(zip(begin, tokens, strict=True)):
         ids = sequences.input_ids[start:token]
@@ -485,7 +489,8 @@ def repetition_penalty(rows: Rows, penalty: float, seen: Tensor | None = None) -
 
     This is the penalty of vLLM and Transformers; `seen` counts other tokens.
     """
-    penalised = torch.where(rows.logits > 0, rows.logits / penalty, rows.logits * penalty)
+    choose = torch.minimum if penalty > 1 else torch.maximum  # torch.where takes six times as long
+    penalised = choose(rows.logits / penalty, rows.logits * penalty)
     is_seen = (rows.seen if seen is None else seen) > 0
     return normalised(torch.where(is_seen, penalised, rows.logits) / rows.temperature)
 

@@ -1,9 +1,10 @@
-"""The command line in this process, all of its commands, and git as a user who has a name."""
+"""The command line in this process, all of its commands, git, and scripts that install what tests need."""
 
 import subprocess
 from collections.abc import Iterator
 
 import click
+import pytest
 from click.testing import CliRunner
 
 from areal_debug.cli import main
@@ -25,6 +26,15 @@ def walk(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tupl
         yield " ".join((*path, name)), command
         if isinstance(command, click.Group):
             yield from walk(command, (*path, name))
+
+
+def installed(script: object, *arguments: str) -> str:
+    """Return what a script prints that installs or starts something; skip the test where it cannot."""
+    done = subprocess.run([str(script), *arguments], capture_output=True, text=True, timeout=1200)
+    if done.returncode == 77:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def git(folder: object, *arguments: str) -> str:

@@ -3,8 +3,10 @@
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests.forks import run_forked, start_server, worker_command
+from tests.huge_pages import use_huge_pages
 
 # As in the Makefile, before anything imports torch: more threads than cores only wait for each
 # other.
@@ -35,12 +38,19 @@ FIRST = [
 ONE_SCOPE = ("tests/hangdoctor/real/", "tests/bug/")
 EXIT_STATUS = pytest.StashKey[int]()
 FORKS = pytest.StashKey[subprocess.Popen[bytes]]()
+SCRATCH = pytest.StashKey[str]()
 
 
 def pytest_configure(config):
-    """Start the process that forks programs; workers use that of the first process."""
+    """Start the process that forks programs; workers use that of the first process.
+
+    Programs that are killed, torchrun and browsers leave temporary folders behind. Those of a run of
+    pytest are in one, which it removes, but for the `tmp_path` of tests, which pytest itself keeps.
+    """
     gc.disable()
     if not hasattr(config, "workerinput"):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        config.stash[SCRATCH] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
         config.stash[FORKS] = start_server()
 
 
@@ -48,6 +58,7 @@ def pytest_collection_finish():
     """Leave the million objects of imported modules out of each garbage collection."""
     gc.freeze()
     gc.enable()
+    use_huge_pages()
     # A trainer asks whether there are any: the real one looks at each, a tenth of a second a run.
     gc.get_freeze_count = lambda: 1
 
@@ -104,6 +115,7 @@ def pytest_unconfigure(config):
     """
     if FORKS in config.stash:
         config.stash[FORKS].communicate()
+        shutil.rmtree(config.stash[SCRATCH], ignore_errors=True)
     if EXIT_STATUS in config.stash:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -115,6 +127,15 @@ def tiny_model(tmp_path_factory) -> Path:
     from areal_core.testing import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def page(tmp_path_factory):
+    """One tab for all tests of pages: a browser takes seconds to start."""
+    from tests.browser.chromium import browser_page
+
+    with browser_page(tmp_path_factory.mktemp("profile")) as page:
+        yield page
 
 
 @pytest.fixture(scope="session")
@@ -138,11 +159,9 @@ def sglang(tmp_path_factory):
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
     """The interpreter of an environment with vLLM, which is installed if there is none."""
-    done = subprocess.run([ROOT / "tests/vllm/install_vllm.sh"], capture_output=True, text=True, timeout=1200)
-    if done.returncode == 77:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    from tests.command_line import installed
+
+    return installed(ROOT / "tests/vllm/install_vllm.sh")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -28,6 +28,7 @@ sys.path[0] = str(ROOT)
 INSTALLED = sys.path[1:]
 from areal_core.launch import warm_server  # noqa: E402
 from areal_core.safety.interpreter import SAFE, python_command  # noqa: E402
+from tests.huge_pages import use_huge_pages  # noqa: E402
 
 MODULES = (
     "areal_core.trainer.rl",
@@ -43,7 +44,7 @@ MODULES = (
     "transformers.tokenization_utils_tokenizers",
 )
 # What tests import besides, without a thread, as pyarrow has one; not all of it is installed everywhere.
-OF_TESTS = ("mcp", "openai", "peft", "zarr")
+OF_TESTS = ("mcp", "openai", "peft", "wandb", "zarr")
 # What our launchers start, and the scripts of torchrun: `python -u FILE`.
 RANKS = [python_command("-m", name)[1:] for name in ("areal_debug.train.script", "areal_core.launch.node")]
 LAUNCHED = (*map(" ".join, RANKS), f"{SAFE} {warm_server.__file__}", "-u ")
@@ -70,6 +71,7 @@ def main(number: int) -> None:
         connection, _ = listener.accept()
         if not imported:
             warm_server.import_all([*MODULES, *OF_TESTS])
+            use_huge_pages()
             imported = True
         if not os.fork():
             listener.close()

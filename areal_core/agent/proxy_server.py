@@ -86,10 +86,11 @@ class InProcessTransport(httpx.AsyncBaseTransport):
     def __init__(self, server: ProxyServer, few_per_turn: FewPerTurn) -> None:
         self._server = server
         self._few_per_turn = few_per_turn
-        self._network = httpx.AsyncHTTPTransport()
+        self._network: httpx.AsyncHTTPTransport | None = None  # it reads all certificates of this machine
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if not str(request.url).startswith(f"{self._server.base_url}/"):
+            self._network = self._network or httpx.AsyncHTTPTransport()
             return await self._network.handle_async_request(request)
         body = await request.aread()
         if len(body) > self._server.max_body_bytes:
@@ -102,7 +103,8 @@ class InProcessTransport(httpx.AsyncBaseTransport):
         return httpx.Response(reply.status, headers=headers, content=reply.body)
 
     async def aclose(self) -> None:
-        await self._network.aclose()
+        if self._network:
+            await self._network.aclose()
 
 
 def too_large(max_body_bytes: int) -> Reply:

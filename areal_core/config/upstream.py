@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,8 @@ def drop_foreign(tree: Tree) -> list[str]:
 
     Raises ConfigError: one of them would change results.
     """
-    given = {
-        name: value for name, value in leaves(tree) if any(row.gone and row.concerns(name) for row in NOT_YET)
-    }
+    gone = [row.option for row in NOT_YET if row.gone]
+    given = {n: value for n, value in leaves(tree) if any(is_row_of(option, n) for option in gone)}
     if refused := "\n".join(not_yet(given, refused=True)):
         raise ConfigError(refused)
     for name in given:
@@ -239,11 +239,13 @@ class NotYet:
     refused: bool = True
     gone: bool = False
 
-    def concerns(self, name: str) -> bool:
-        """Return whether it is the row of an option."""
-        section, _, rest = name.partition(".")
-        spelled = f"MODEL.{rest}" if section in ENGINES else name
-        return fnmatch(name, self.option) or fnmatch(spelled, self.option)
+
+@cache
+def is_row_of(pattern: str, name: str) -> bool:
+    """Return whether the row of NotYet with this pattern is that of an option."""
+    section, _, rest = name.partition(".")
+    spelled = f"MODEL.{rest}" if section in ENGINES else name
+    return fnmatch(name, pattern) or fnmatch(spelled, pattern)
 
 
 ROWS_NOT_YET = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -259,7 +261,7 @@ def not_yet(values: dict[str, Any], refused: bool) -> Iterator[str]:
         given = [
             f"{name} is {shown(value)}"
             for name, value in values.items()
-            if row.concerns(name) and value not in row.harmless
+            if is_row_of(row.option, name) and value not in row.harmless
         ]
         if given:
             yield f"{', '.join(given)}, which is not available: {row.instead}"

@@ -12,6 +12,7 @@ import pytest
 
 from areal_core.environment import DETERMINISTIC
 from areal_core.testing import make_tiny_model
+from tests.command_line import installed
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -35,13 +36,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module")
 def python() -> str:
     """The Python of the frameworks' environment."""
-    installed = subprocess.run(
-        ["bash", str(HERE / "install_frameworks.sh")], capture_output=True, text=True, timeout=900
-    )
-    if installed.returncode == 77:
-        pytest.skip(installed.stderr.strip())
-    assert installed.returncode == 0, installed.stderr
-    return installed.stdout.strip()
+    return installed(HERE / "install_frameworks.sh")
 
 
 def run(python: str, *arguments: object):

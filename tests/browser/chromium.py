@@ -15,20 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
+
+from tests.command_line import installed
 
 INSTALL = Path(__file__).with_name("install_chromium.sh")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
 FLAGS += ("--disable-background-networking", "--disable-component-update", "--remote-debugging-port=0")
 TIMEOUT_S = 60.0
-
-
-def installed_chromium() -> str:
-    """Return the path of a browser, installed if needed; skip the test if that fails."""
-    done = subprocess.run([str(INSTALL)], capture_output=True, text=True, timeout=300)
-    if done.returncode == 77:
-        pytest.skip(done.stderr.strip())
-    return done.stdout.strip()
 
 
 class Page:
@@ -107,7 +100,7 @@ class Page:
 @contextlib.contextmanager
 def browser_page(profile: Path) -> Iterator[Page]:
     """A page of a separate browser, which is ended at teardown."""
-    command = [installed_chromium(), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+    command = [installed(INSTALL), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         loop = asyncio.new_event_loop()
         try:

@@ -54,9 +54,9 @@ class Given:
     alternatives: Sequence[Prediction] = ()
 
 
-def make_world(seed: int, noise: float) -> World:
+def make_world(seed: int, noise: float, num_rows: int = NUM_ROWS) -> World:
     generator = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(3, VOCABULARY_SIZE, (NUM_ROWS, PROMPT_LENGTH), generator=generator)
+    prompts = torch.randint(3, VOCABULARY_SIZE, (num_rows, PROMPT_LENGTH), generator=generator)
     return World(scorer_of(peaked_model(seed)), prompts, noise, seed)
 
 
@@ -96,7 +96,7 @@ def reported(change: Callable[[np.ndarray, World], np.ndarray]) -> Callable[[Wor
 
     def build(world: World) -> Given:
         sequences = world.sample()
-        values = sequences.engine_logprobs[sequences.scored].reshape(NUM_ROWS, NUM_TOKENS)
+        values = sequences.engine_logprobs[sequences.scored].reshape(-1, NUM_TOKENS)
         sequences.engine_logprobs[sequences.scored] = change(values.copy(), world).reshape(-1)
         return Given(sequences)
 
@@ -137,7 +137,7 @@ def versions(right: Sequences, wrong: np.ndarray) -> np.ndarray:
 
 
 def per_row(right: Sequences, wrong: np.ndarray) -> np.ndarray:
-    return wrong.reshape(NUM_ROWS, NUM_TOKENS)[:, 0].astype(np.int64)
+    return wrong.reshape(-1, NUM_TOKENS)[:, 0].astype(np.int64)
 
 
 def eos_forbidden(world: World) -> Given:
@@ -167,7 +167,7 @@ def output_bias(num_ids: int) -> Callable[[World], Given]:
 
 
 def missing_bos(world: World) -> Given:
-    recorded_prompt = torch.cat([torch.full((NUM_ROWS, 1), BOS), world.prompts], 1)
+    recorded_prompt = torch.cat([torch.full((len(world.prompts), 1), BOS), world.prompts], 1)
     full = draw(world.engine(), world.prompts, NUM_TOKENS, world.seed)
     true = sequences_of(full, PROMPT_LENGTH)
     sequences = sequences_of(torch.cat([recorded_prompt[:, :1], full], 1), PROMPT_LENGTH + 1)
@@ -203,12 +203,12 @@ def likely_tokens_forbidden(reports: bool) -> Callable[[World], Given]:
 def lost_token(world: World) -> Given:
     """Re-tokenising merged two tokens of each row; later ids are the same, one position earlier."""
     full = world.sample()
-    tokens = full.input_ids.reshape(NUM_ROWS, -1)
-    logprobs = full.engine_logprobs.reshape(NUM_ROWS, -1)
-    places = world.random().integers(PROMPT_LENGTH + 12, PROMPT_LENGTH + 60, NUM_ROWS)
+    tokens = full.input_ids.reshape(len(world.prompts), -1)
+    logprobs = full.engine_logprobs.reshape(len(world.prompts), -1)
+    places = world.random().integers(PROMPT_LENGTH + 12, PROMPT_LENGTH + 60, len(tokens))
     kept = np.stack([np.delete(np.arange(tokens.shape[1]), place) for place in places])
     merged = np.take_along_axis(tokens, kept, 1)
-    merged[np.arange(NUM_ROWS), places] = world.random().integers(3, VOCABULARY_SIZE, NUM_ROWS)
+    merged[np.arange(len(tokens)), places] = world.random().integers(3, VOCABULARY_SIZE, len(tokens))
     sequences = sequences_of(torch.as_tensor(merged), PROMPT_LENGTH)
     return Given(replace(sequences, engine_logprobs=np.take_along_axis(logprobs, kept, 1).reshape(-1)))
 
@@ -222,23 +222,23 @@ def stripped_history(world: World) -> Given:
     answer = second[:, stripped.shape[1] :]
     full = torch.cat([first, user, answer], 1)
     sequences = sequences_of(full, PROMPT_LENGTH)
-    mask = sequences.sampled.reshape(NUM_ROWS, -1).copy()
+    mask = sequences.sampled.reshape(len(world.prompts), -1).copy()
     mask[:, first.shape[1] : first.shape[1] + 6] = False
     sequences = replace(sequences, sampled=mask.reshape(-1))
-    logprobs = sequences.engine_logprobs.reshape(NUM_ROWS, -1)
+    logprobs = sequences.engine_logprobs.reshape(len(world.prompts), -1)
     of_first, of_second = sequences_of(first, PROMPT_LENGTH), sequences_of(second, stripped.shape[1])
     for at, turn in (
         (slice(PROMPT_LENGTH, first.shape[1]), of_first),
         (slice(-NUM_TOKENS // 2, None), of_second),
     ):
-        logprobs[:, at] = report(world.engine(), turn, world.seed).reshape(NUM_ROWS, -1)
+        logprobs[:, at] = report(world.engine(), turn, world.seed).reshape(len(world.prompts), -1)
     return Given(sequences)
 
 
 def missing_last_logprob(world: World) -> Given:
     full = world.sample()
     replies = []
-    for i in range(NUM_ROWS):
+    for i in range(len(world.prompts)):
         ids, logprobs = full.input_ids[full.row(i)], full.engine_logprobs[full.row(i)]
         kept = logprobs[PROMPT_LENGTH : None if i % 3 else -1]
         replies.append(Completion(ids[:PROMPT_LENGTH], ids[PROMPT_LENGTH:], kept))
@@ -273,7 +273,7 @@ def quiet(world: World) -> World:
 
 
 def zero_spans(values: np.ndarray, world: World) -> np.ndarray:
-    for row in range(0, NUM_ROWS, 4):
+    for row in range(0, len(values), 4):
         values[row, 20:32] = 0.0
     return values
 
@@ -281,7 +281,7 @@ def zero_spans(values: np.ndarray, world: World) -> np.ndarray:
 def tool_output(world: World) -> Given:
     """Every fourth row has a span of random tokens, whose logprobs were filled with 0."""
     rows = world.sample()
-    span = rows.scored.reshape(NUM_ROWS, NUM_TOKENS)[::4, 20:32]
+    span = rows.scored.reshape(-1, NUM_TOKENS)[::4, 20:32]
     rows.input_ids[span] = world.random().integers(3, VOCABULARY_SIZE, span.shape)
     rows.engine_logprobs[rows.scored] = report(world.engine(), rows, world.seed)
     rows.engine_logprobs[span] = 0.0
@@ -291,8 +291,8 @@ def tool_output(world: World) -> Given:
 def stale_prompts(world: World) -> Given:
     """Every second prompt was cached under other weights, but for its last tokens."""
     other, rows = moved(world.trainer, world.seed), world.sample()
-    places = rows.scored.reshape(NUM_ROWS, NUM_TOKENS)
-    for row in range(0, NUM_ROWS, 2):
+    places = rows.scored.reshape(-1, NUM_TOKENS)
+    for row in range(0, len(places), 2):
         ids, at = rows.input_ids[rows.row(row)], places[row] - rows.cu_seqlens[row]
         cache = read_prefix(other, ids[:8])
         rows.engine_logprobs[places[row]] = logprobs_after(world.trainer, cache, ids[8:], at - 8)
@@ -405,7 +405,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
         "R11",
         reported(lambda v, w: np.stack([np.roll(row, -(number % 4)) for number, row in enumerate(v)])),
     ),
-    "rows mixed up": ("R12", reported(lambda v, w: v[w.random().permutation(NUM_ROWS)])),
+    "rows mixed up": ("R12", reported(lambda v, w: v[w.random().permutation(len(v))])),
     "re-tokenised": ("R13", lost_token),
     "history stripped": ("R14", stripped_history),
     "missing BOS": ("R15", missing_bos),

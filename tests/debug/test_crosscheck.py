@@ -17,6 +17,7 @@ from recorder import open_record
 from replayer.crosscheck.layouts import compare_layouts
 from replayer.crosscheck.opinions import crosscheck
 from replayer.crosscheck.step_rows import read_rows
+from tests.command_line import installed
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location(
@@ -274,10 +275,7 @@ def test_a_step_of_our_own_trainer_is_equal(recorded, areal_debug):
 @pytest.mark.long
 def test_the_code_of_trl_and_verl_agrees_with_the_twin():
     script = ROOT / "tests/trainers/install_trainers.sh"
-    installed = subprocess.run([script, "verl"], capture_output=True, text=True, timeout=1200)
-    if installed.returncode == 77:
-        pytest.skip(installed.stderr.strip())
-    command = [installed.stdout.strip(), "-m", "benchmarks.crosscheck", "--frameworks"]
+    command = [installed(script, "verl"), "-m", "benchmarks.crosscheck", "--frameworks"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)

@@ -50,10 +50,10 @@ PRINTED = {  # what the last lines of a command contain, by its first words
 }
 
 
-def blocks() -> Iterator[tuple[str, str, str]]:
+def blocks(page: str = PAGE) -> Iterator[tuple[str, str, str]]:
     """Yield the paragraph before each code block, the block's kind and its text."""
-    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
-        yield PAGE[: found.start()].rstrip().rpartition("\n\n")[2], found.group(1), found.group(2)
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        yield page[: found.start()].rstrip().rpartition("\n\n")[2], found.group(1), found.group(2)
 
 
 def quick_commands() -> list[str]:

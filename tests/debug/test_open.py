@@ -26,8 +26,6 @@ from areal_debug.open.served import Workbench, make_server
 from recorder import open_record
 from recorder.testing import write_scripted_record
 
-from ..browser.chromium import browser_page
-
 STACKS = """Ranks 0-2:
 Thread 1 (idle): "MainThread"
     all_reduce (torch/distributed/distributed_c10d.py:2806)
@@ -149,12 +147,6 @@ def test_a_folder_that_changes_or_cannot_be_read_is_no_error(run, tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path)
     assert find(tmp_path) == ([], "")
     assert gone.path.exists() is False
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    with browser_page(tmp_path_factory.mktemp("profile")) as page:
-        yield page
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1400, False), (420, True)])

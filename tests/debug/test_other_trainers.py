@@ -21,8 +21,6 @@ from replayer.request import replay_config
 from replayer.source import recorded_batch
 from replayer.why.chain import Options, explain
 
-from ..browser.chromium import browser_page
-
 CONFIG = Path(__file__).parent / "tiny.yaml"
 REWARDS = Path(__file__).parent / "rewards.py"
 OPTIONS = {
@@ -105,12 +103,6 @@ def make(model):
 @pytest.fixture(scope="module")
 def record(make, tmp_path_factory):
     return make(tmp_path_factory.mktemp("record") / "r")
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    with browser_page(tmp_path_factory.mktemp("profile")) as page:
-        yield page
 
 
 def run(*arguments):

@@ -13,6 +13,8 @@ import pytest
 import recorder
 import replayer
 
+from .test_guides import blocks
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/recording_api.md").read_text()
 PRINTED = {  # what each command prints, by its first words
@@ -26,19 +28,13 @@ PRINTED = {  # what each command prints, by its first words
 FACADES = ("areal_debug", *(f"areal_debug.{verb}" for verb in ("record", "replay", "consistency", "hang")))
 
 
-def blocks():
-    """Yield the paragraph before each code block, the block's kind and its text."""
-    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
-        yield PAGE[: found.start()].rstrip().rpartition("\n\n")[2], found.group(1), found.group(2)
-
-
 def test_the_page_is_followed_to_the_letter(tmp_path):
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
     }
     seen = set()
-    for before, kind, text in blocks():
+    for before, kind, text in blocks(PAGE):
         if kind == "python":
             (tmp_path / re.findall(r"`(\w+\.py)`", before)[-1]).write_text(text)
             continue

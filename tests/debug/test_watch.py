@@ -89,15 +89,15 @@ def jobs(tmp_path_factory):
     """Run jobs of two ranks at the same time; return the folder, status and errors of each."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
-    def run(name, program):
-        folder = tmp_path_factory.mktemp(name)
+    def run(folder, program):
         (folder / "train.py").write_text(program)
         done = run_forked([*TORCHRUN, "train.py", "out"], environment, folder, timeout_s=120)
         return folder, done.returncode, done.stderr.splitlines()
 
     programs = {"good": TRAIN + GOOD, "bad": TRAIN + BAD, "killed": KILLED}
+    folders = list(map(tmp_path_factory.mktemp, programs))  # the factory is not for threads
     with ThreadPoolExecutor() as pool:
-        return dict(zip(programs, pool.map(run, programs, programs.values()), strict=True))
+        return dict(zip(programs, pool.map(run, folders, programs.values()), strict=True))
 
 
 def ours(lines):

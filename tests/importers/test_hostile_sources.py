@@ -19,7 +19,7 @@ from recorder.trainers.unpickle import load_bytes
 
 from . import pickled
 
-SECONDS = 20
+SECONDS = 60
 
 
 def pairs(depth: int) -> bytes:

@@ -165,7 +165,10 @@ sys.exit(run_ranks([sys.argv[1], sys.argv[2]], 1, {}, Path(sys.argv[2]) / "logs"
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)],
+    [
+        *((signal.SIGTERM, 143), (signal.SIGKILL, -9)),
+        *(pytest.param(*row, marks=pytest.mark.long) for row in ((signal.SIGINT, 130), (signal.SIGHUP, 129))),
+    ],
 )
 def test_the_end_of_the_launcher_ends_the_ranks(script, tmp_path, number, code):
     argv = script(

@@ -17,11 +17,11 @@ from areal_core.config.scheduling import role_spec
 from areal_core.launch import slurm
 from areal_core.launch.job import Job
 from areal_core.launch.placement import place
+from tests.command_line import installed
 
 HERE = Path(__file__).parent
 TINY = HERE.parent / "debug" / "tiny.yaml"
 COMMAND = [Path(sys.executable).parent / "areal-debug", "train"]
-CANNOT = 77
 SERVER_OPTIONS = {
     "device": "cpu",
     "launcher.inference_server_cpus_per_gpu": 1,
@@ -32,12 +32,7 @@ SERVER_OPTIONS = {
 @pytest.fixture(scope="session")
 def cluster():
     """A running SLURM; skips the test where none can be started."""
-    done = subprocess.run(
-        [HERE.parent / "slurm" / "start_slurm.sh"], capture_output=True, text=True, timeout=600
-    )
-    if done.returncode == CANNOT:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stdout + done.stderr
+    installed(HERE.parent / "slurm" / "start_slurm.sh")
 
 
 def overrides(files: Path, model: Path, **options: object) -> list[str]:

@@ -131,7 +131,7 @@ def test_time_is_limited():
         run_confined(spin, replace(BOUNDS, cpu_s=0.5))
     with pytest.raises(LimitReached, match=r"more than 0\.5 s of waiting, .*AREAL_DEBUG_TIME_S"):
         run_confined(lambda: time.sleep(60), replace(BOUNDS, wall_s=0.5))
-    assert time.monotonic() - started_at < 20
+    assert time.monotonic() - started_at < 40
 
 
 def test_a_lower_limit_of_the_shell_is_named(monkeypatch):

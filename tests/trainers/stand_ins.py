@@ -18,8 +18,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+
+from tests.command_line import installed
 
 
 def real(name: str) -> Any:
@@ -33,12 +34,8 @@ def real(name: str) -> Any:
 def run_installed(trainer: str, *arguments: str, **environment: str) -> tuple[Any, str]:
     """Run TRAINER_runs.py in the trainer's environment; return what it has seen, and stderr."""
     here = Path(__file__).parent
-    command = ["bash", str(here / "install_trainers.sh"), trainer]
-    installed = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    if installed.returncode == 77:
-        pytest.skip(installed.stderr.strip())
-    assert installed.returncode == 0, installed.stderr
-    command = [installed.stdout.strip(), "-W", "ignore", str(here / f"{trainer}_runs.py"), *arguments]
+    python = installed(here / "install_trainers.sh", trainer)
+    command = [python, "-W", "ignore", str(here / f"{trainer}_runs.py"), *arguments]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""} | environment
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=env)
     assert done.returncode == 0, done.stderr[-3000:]

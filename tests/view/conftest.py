@@ -1,10 +1,10 @@
 import pytest
 
-from ..browser.chromium import browser_page
+from .records import write_chats, write_other
 
 
 @pytest.fixture(scope="package")
-def page(tmp_path_factory):
-    """One tab for all tests of pages: a browser takes seconds to start."""
-    with browser_page(tmp_path_factory.mktemp("profile")) as page:
-        yield page
+def two(tmp_path_factory):
+    """A record and another one of the same prompts."""
+    folder = tmp_path_factory.mktemp("two")
+    return write_chats(folder / "a", num_rows=8, num_steps=3), write_other(folder / "b")

@@ -11,15 +11,7 @@ from areal_debug.record.decode import load_decoder
 from areal_debug.verbs.open import command
 from recorder import open_record
 
-from .records import write_chats, write_other
-
 TEXTS = "[...document.querySelectorAll({!r})].map(node => node.textContent)"
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    return write_chats(folder / "a", num_rows=8, num_steps=3), write_other(folder / "b")
 
 
 @pytest.fixture(scope="module")

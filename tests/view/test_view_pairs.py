@@ -1,6 +1,5 @@
 """Two steps beside each other, and pages of all steps: what is matched, listed and written."""
 
-import pytest
 from click.testing import CliRunner
 
 from areal_debug.verbs.open import command
@@ -8,16 +7,7 @@ from areal_debug.view import page
 from areal_debug.view.pairs import pair_document
 from recorder import open_record
 
-from .records import write_chats, write_other
-
 OURS = (False, False)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """A record and another one of the same prompts."""
-    folder = tmp_path_factory.mktemp("two")
-    return write_chats(folder / "a", num_rows=8, num_steps=3), write_other(folder / "b")
 
 
 def steps_of(two, step):

@@ -46,7 +46,7 @@ def test_a_helper_program_that_hangs_or_floods_is_left(tool, monkeypatch, progra
     tool("nvidia-smi", f"#!/bin/sh\n{program}\n")
     started_at = time.monotonic()
     assert evidence.gpus() == []
-    assert time.monotonic() - started_at < 10
+    assert time.monotonic() - started_at < 40
 
 
 def test_ras_is_queried_by_its_tool_where_there_is_one(tool):

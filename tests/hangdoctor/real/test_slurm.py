@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from areal_debug.hang.collect import collect
 from hangdoctor.collect.write import read_manifest
+from tests.command_line import installed
 
 START_SLURM = Path(__file__).parents[2] / "slurm/start_slurm.sh"
 RANK = """
@@ -25,10 +26,7 @@ wait_for_peers()
 @pytest.fixture
 def slurm():
     """A SLURM that answers; started here when there is none and we may."""
-    started = subprocess.run([START_SLURM], capture_output=True, text=True, timeout=300, check=False)
-    if started.returncode == 77:
-        pytest.skip(started.stderr.strip())
-    assert started.returncode == 0, started.stderr
+    installed(START_SLURM)
 
 
 @pytest.fixture
