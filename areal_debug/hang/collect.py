@@ -11,7 +11,7 @@ import click
 
 from areal_core.safety.durable import commit_file, commit_folder
 from areal_debug.cli import Verb, force_option, json_option
-from areal_debug.render import announce, count, errors_as_sentences, is_quiet, print_json, refuse_existing
+from areal_debug.render import announce, count, is_quiet, print_json, refuse_existing
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.pyspy import Options
@@ -61,7 +61,6 @@ LOOKS = 5
 @click.option("--namespace", default="", help="Namespace of the pods.")
 @click.option("--python", default="python3", show_default=True, help="Python on the hosts, 3.11 or newer.")
 @json_option
-@errors_as_sentences
 def collect(
     to: Path,
     force: bool,

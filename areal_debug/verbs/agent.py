@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from areal_debug.cli import Verb, VerbGroup, json_option, model_option, overrides_argument
-from areal_debug.render import errors_as_sentences, fail
+from areal_debug.render import fail
 from areal_debug.report.terminal import print_answer
 
 EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
@@ -46,7 +46,6 @@ def engine_options(body: Callable[..., Any]) -> Callable[..., Any]:
 )
 @engine_options
 @click.option("--index", default=0, show_default=True, help="Row of the data.")
-@errors_as_sentences
 def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None:
     """Run one episode of AGENT; show every turn with its tokens, and the reward.
 
@@ -81,7 +80,6 @@ def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None
 @click.option(
     "--group-size", default=8, show_default=True, type=click.IntRange(1), help="Samples per prompt."
 )
-@errors_as_sentences
 def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: bool, **choice: Any) -> None:
     """Run AGENT with the concurrency of training; report latencies, errors, and what blocks its
     event loop.
@@ -119,7 +117,6 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
 @model_option
 @click.option("--all", "show_all", is_flag=True, help="Continue after an episode that differs.")
 @json_option
-@errors_as_sentences
 def replay(
     episode: str,
     agent: str | None,

@@ -12,7 +12,6 @@ from areal_debug.cli import Verb, VerbGroup, json_option, nproc_option
 from areal_debug.render import (
     announce,
     count,
-    errors_as_sentences,
     fail,
     format_number,
     format_seconds,
@@ -63,7 +62,6 @@ def command() -> None:
 @click.option("--as-is", is_flag=True, help="Use this shell's environment, not the one that `train` sets.")
 @json_option
 @click.argument("inputs", nargs=-1, type=click.UNPROCESSED, metavar="[RECORD] [OPTION=VALUE]...")
-@errors_as_sentences
 def run(
     config_file: str,
     script: Path | None,
@@ -245,7 +243,6 @@ def noise_cells(noise: "ParameterNoise") -> list[str]:
     help="Ranks of this machine that share the model: fsdp:d2, fsdp:c2, fsdp:t2.",
 )
 @json_option
-@errors_as_sentences
 def model(model: str, dtype: str, allocation: str, as_json: bool) -> None:
     """Compare the log-probs that training computes for a model with those of its own forward.
 

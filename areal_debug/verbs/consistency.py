@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
-from areal_debug.render import announce, count, errors_as_sentences, fail, refuse_existing
+from areal_debug.render import announce, count, fail, refuse_existing
 from areal_debug.waiting import doing, tick
 
 if TYPE_CHECKING:
@@ -159,7 +159,6 @@ def refuse_gone(context: click.Context, option: click.Parameter, value: object) 
 @output_option("Also write the report as one HTML page; with --exact the certificate.")
 @force_option
 @json_option
-@errors_as_sentences
 def command(
     record: Path | None,
     engines: tuple[str, ...],

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from areal_debug.cli import Verb, json_option, step_option
-from areal_debug.render import announce, console, errors_as_sentences, print_json
+from areal_debug.render import announce, console, print_json
 from areal_debug.report.model import Block, Facts, Level, Report, Row, Table, rows_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
     help="The same rows trained in another layout: ranks, accumulation, micro-batches; name the factor between them.",
 )
 @json_option
-@errors_as_sentences
 def command(
     record: str,
     opinions: str,

@@ -17,15 +17,7 @@ from areal_debug.cli import (
     step_option,
 )
 from areal_debug.goto.report import GotoOptions
-from areal_debug.render import (
-    announce,
-    console,
-    errors_as_sentences,
-    fail,
-    is_quiet,
-    print_json,
-    refuse_existing,
-)
+from areal_debug.render import announce, console, fail, is_quiet, print_json, refuse_existing
 from areal_debug.waiting import leave_terminal
 
 STAGES = ("batch", "advantages", "loss", "backward", "optimizer")
@@ -47,7 +39,6 @@ STAGES = ("batch", "advantages", "loss", "backward", "optimizer")
 @nproc_option
 @click.option("--keep-going", is_flag=True, help="Continue after a step that differs from its record.")
 @json_option
-@errors_as_sentences
 def command(
     record: str,
     step: int | None,

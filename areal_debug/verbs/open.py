@@ -18,7 +18,6 @@ from areal_debug.render import (
     console,
     count,
     end_if_damaged,
-    errors_as_sentences,
     fail,
     format_bytes,
     print_json,
@@ -95,7 +94,6 @@ def parsed_at(context: click.Context, option: click.Parameter, text: str | None)
     "--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; by default any free one."
 )
 @json_option
-@errors_as_sentences
 def command(
     path: Path | None,
     sample: bool,
@@ -169,7 +167,6 @@ def refuse_inside(run: Path, output: Path) -> None:
 
 
 @reads_untrusted("run", outputs="places", reads=ANYWHERE, cpu_s=CPU_S)
-@errors_as_sentences
 def write(run: Path, output: Path | None, places: Sequence[Path], as_json: bool) -> None:
     """Read the run, and write or list what was found, in a confined child.
 
@@ -226,7 +223,6 @@ def document_of(item: "Item") -> dict[str, object]:
 
 
 @reads_untrusted("record", "other", outputs="output", reads=ANYWHERE)
-@errors_as_sentences
 def write_view(
     record: Path, other: Path | None, asked: Asked, output: Path | None, force: bool, as_json: bool
 ) -> None:

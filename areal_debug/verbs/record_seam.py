@@ -6,7 +6,7 @@ import click
 
 from areal_debug.cli import Verb, json_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.render import end_if_damaged, errors_as_sentences
+from areal_debug.render import end_if_damaged
 
 
 @click.command(
@@ -17,7 +17,6 @@ from areal_debug.render import end_if_damaged, errors_as_sentences
 @click.argument("record", type=click.Path(path_type=Path))
 @click.argument("data")
 @json_option
-@errors_as_sentences
 def coverage(record: Path, data: str, as_json: bool) -> None:
     """Compare the prompts of RECORD with the rows of DATA, a JSONL file or dataset in the order in
     which the run read it: rows lost on the way, rows trained on twice, groups of another size.
@@ -45,7 +44,6 @@ def coverage(record: Path, data: str, as_json: bool) -> None:
 @click.option("--at", type=int, metavar="STEP", help="Where A alone resumed: the first step after it.")
 @json_option
 @reads_untrusted("before", "after", reads=ANYWHERE)
-@errors_as_sentences
 def seam(before: Path, after: Path | None, at: int | None, as_json: bool) -> None:
     """Compare the end of A with the beginning of B, the same run after a resume.
 

@@ -16,7 +16,7 @@ from areal_debug.cli import (
     step_option,
 )
 from areal_debug.confined import CPU_S, describes_limits, reads_untrusted
-from areal_debug.render import announce, end_if_damaged, errors_as_sentences
+from areal_debug.render import announce, end_if_damaged
 from areal_debug.report.model import Report
 from areal_debug.report.terminal import print_answer
 
@@ -45,7 +45,6 @@ OF_TORCH = ("pt", "slime")
 @json_option
 @overrides_argument
 @describes_limits(CPU_S)
-@errors_as_sentences
 def import_record(
     source: Path,
     format_name: str | None,
@@ -123,7 +122,6 @@ def report_of_import(imported: "Imported", destination: Path) -> Report:
 @force_option
 @json_option
 @describes_limits(CPU_S)
-@errors_as_sentences
 def export(
     record: Path,
     format_name: str,
@@ -156,7 +154,6 @@ def export(
 
 
 @reads_untrusted("record", outputs="destination", cpu_s=60)
-@errors_as_sentences
 def export_confined(
     record: Path,
     format_name: str,

@@ -17,16 +17,7 @@ from areal_debug.cli import (
     overrides_argument,
     step_option,
 )
-from areal_debug.render import (
-    announce,
-    console,
-    errors_as_sentences,
-    fail,
-    is_quiet,
-    note,
-    print_json,
-    refuse_existing,
-)
+from areal_debug.render import announce, console, fail, is_quiet, note, print_json, refuse_existing
 
 if TYPE_CHECKING:
     from areal_core.launch.warm import WarmRanks
@@ -102,7 +93,6 @@ EXAMINES = ("explain", "anatomy", "layouts")  # questions about one step
 @step_option("the first that differs, with --find-faulty; required with --anatomy")
 @json_option
 @overrides_argument
-@errors_as_sentences
 def command(
     record: str,
     from_step: int | None,

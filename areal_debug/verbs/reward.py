@@ -5,7 +5,7 @@ from dataclasses import asdict
 import click
 
 from areal_debug.cli import Verb, VerbGroup, json_option
-from areal_debug.render import announce, console, count, errors_as_sentences, fail, print_json
+from areal_debug.render import announce, console, count, fail, print_json
 
 EXAMPLE = "areal-debug reward probe my_rewards.py:math_reward --data gsm8k/test.jsonl"
 
@@ -31,7 +31,6 @@ def command() -> None:
 @click.option("--answer", "field", metavar="FIELD", help="Field of a row with its expected answer.")
 @timeout_option
 @json_option
-@errors_as_sentences
 def probe(
     function: str, data: str, num_rows: int, field: str | None, timeout_s: float, as_json: bool
 ) -> None:
@@ -73,7 +72,6 @@ def probe(
 @click.option("--to-step", type=int, metavar="N", help="Last step to score.")
 @timeout_option
 @json_option
-@errors_as_sentences
 def rescore(
     record: str,
     function: str,

@@ -8,7 +8,7 @@ import click
 
 from areal_core.safety.private import default_names_root
 from areal_debug.cli import Verb, json_option
-from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json, styled
+from areal_debug.render import console, fail, is_quiet, note, print_json, styled
 from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 )
 @json_option
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@errors_as_sentences
 def command(
     model: str | None,
     backend: str,

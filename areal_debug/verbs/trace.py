@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, output_option, step_option
-from areal_debug.render import announce, errors_as_sentences, refuse_existing
+from areal_debug.render import announce, refuse_existing
 
 
 @click.command(cls=Verb, example="areal-debug trace runs/logs -o trace.html")
@@ -15,7 +15,6 @@ from areal_debug.render import announce, errors_as_sentences, refuse_existing
 @force_option
 @click.option("--all", "all_steps", is_flag=True, help="List every step in the table.")
 @json_option
-@errors_as_sentences
 def command(
     run: Path, step: int | None, output: Path | None, force: bool, all_steps: bool, as_json: bool
 ) -> None:

@@ -17,16 +17,7 @@ from areal_debug.cli import (
     step_option,
 )
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.render import (
-    announce,
-    console,
-    errors_as_sentences,
-    note,
-    print_json,
-    refuse_existing,
-    styled,
-    with_progress,
-)
+from areal_debug.render import announce, console, note, print_json, refuse_existing, styled, with_progress
 from areal_debug.report.terminal import print_answer, print_report
 
 if TYPE_CHECKING:
@@ -68,7 +59,6 @@ DEFAULT_STEPS = 5  # that --commits compares
 @output_option("Also write the answer as one HTML page.", spellings=("--html",))
 @force_option
 @json_option
-@errors_as_sentences
 def command(
     left: str,
     right: str | None,
@@ -179,7 +169,6 @@ def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyRepor
 
 
 @reads_untrusted("left", "right", reads=ANYWHERE)
-@errors_as_sentences
 def compare_stages(
     left: str, right: str, step: int | None, show_all: bool, fast: bool, as_json: bool
 ) -> None:
