@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -302,17 +302,22 @@ def read_steps(
     return steps, notes
 
 
+ReadFile = Callable[[Path, list[str]], Sequence[Sample]]  # it adds to the notes what the file lacks
+
+
 def read_files(
-    name: str,
-    notes: Sequence[str],
-    files: Sequence[Path],
-    read: Callable[[Path, list[str]], Sequence[Sample]],
+    name: str, notes: Sequence[str], files: Sequence[Path], read: ReadFile, step: str = "{}"
 ) -> Foreign:
-    """Read one step per file of a format; `read` adds to the notes what a file lacks."""
+    """Read one step per file of a format; `step` is its name, with the number in that of the file."""
     found: list[str] = []
-    units = [(file.stem, [file]) for file in of_one_run(files)]
+    units = [(step.format(file.stem), [file]) for file in of_one_run(files)]
     steps, left_out = read_steps(units, lambda paths: read(paths[0], found))
     return Foreign(name, steps, [*notes, *counted(found), *left_out])
+
+
+def lines_of(parse: Callable[[dict[str, Any], str], Sample]) -> ReadFile:
+    """Return a reader of files with a JSON object per sample, which `parse` gets with its place."""
+    return lambda file, notes: [parse(line.row, line.where) for line in json_lines(file)]
 
 
 def cut_off(paths: Sequence[Path], read: Callable[[Sequence[Path]], object]) -> list[str]:
@@ -391,6 +396,13 @@ def first_row(file: Path) -> dict[str, Any]:
         except (ValueError, RecursionError):
             return {}
     return row if isinstance(row, dict) else {}
+
+
+def with_members(files: Sequence[Path], members: Set[str], levels: int = 1) -> list[Path]:
+    """Return the files whose first line has these members, as `with_cut_off`."""
+    return with_cut_off(
+        [file for file in files if first_row(file).keys() >= members], files, is_cut_line, levels
+    )
 
 
 def is_cut_line(file: Path) -> bool:
