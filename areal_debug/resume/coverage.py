@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from areal_debug.record.decode import load_decoder
-from areal_debug.report.model import Facts, Level, Report, Row, rows_of
+from areal_debug.report.model import Facts, Report, Row, rows_of, tone_of
 from areal_debug.reward.answers import question_of
 from areal_debug.reward.rescore import DataRows, row_texts
 from recorder import Record
@@ -245,13 +245,6 @@ def judge_shuffled(
     return [], [], [], []
 
 
-VERDICTS: dict[str, tuple[str, Level]] = {
-    "complete": ("Complete", "good"),
-    "incomplete": ("Incomplete", "bad"),
-    "unknown": ("Inconclusive", "unsure"),
-}
-
-
 def document_of(found: Coverage) -> dict[str, Any]:
     """Return the report as JSON types."""
     return asdict(found)
@@ -259,7 +252,7 @@ def document_of(found: Coverage) -> dict[str, Any]:
 
 def report_of(found: Coverage) -> Report:
     """Return the verdict, the findings and the counts."""
-    word, level = VERDICTS[found.verdict]
+    word = "Inconclusive" if found.verdict == "unknown" else found.verdict.capitalize()
     sentence = (
         found.findings[0] if found.findings else f"{found.num_groups} groups of {found.num_rows} rows of data"
     )
@@ -269,4 +262,4 @@ def report_of(found: Coverage) -> Report:
     ]
     rows += rows_of("note", found.notes, "unsure")
     refuted = "the trainer's own count of rows that it read, if it equals what was trained on"
-    return Report(word, sentence, level, [Facts([*rows, Row("refuted if", refuted, "dim")])])
+    return Report(word, sentence, tone_of(found.verdict), [Facts([*rows, Row("refuted if", refuted, "dim")])])

@@ -8,7 +8,7 @@ import click
 
 from areal_debug.cli import Verb, VerbGroup, json_option, model_option, overrides_argument
 from areal_debug.render import fail
-from areal_debug.report.terminal import print_answer
+from areal_debug.report.terminal import answer
 
 EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
 
@@ -66,8 +66,7 @@ def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None
             report = run_one(workflow, engine, tested.engine_name, row, index)
         else:
             report = run_workflow(workflow, engine, tested.tokenizer, names, row, index)
-    print_answer(asdict(report), report_of_episode(report), as_json)
-    raise SystemExit(0 if report.error is None else 1)
+    answer(asdict(report), report_of_episode(report), as_json)
 
 
 @command.command(
@@ -96,8 +95,7 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
     names = (tested.name, tested.engine_name)
     with tested.cleanup:
         report = run_stress(tested.workflow, tested.engine, names, rows, batch_size, group_size)
-    print_answer(asdict(report) | {"healthy": report.is_healthy}, report_of_stress(report), as_json)
-    raise SystemExit(0 if report.is_healthy else 1)
+    answer(asdict(report) | {"healthy": report.is_healthy}, report_of_stress(report), as_json)
 
 
 @command.command(
@@ -149,8 +147,7 @@ def replay(
         report = run_again(record, address, workflow, show_all)
     finally:
         workflow.close()
-    print_answer(asdict(report) | {"identical": not report.differences}, report_of_replay(report), as_json)
-    raise SystemExit(1 if report.differences else 0)
+    answer(asdict(report) | {"identical": not report.differences}, report_of_replay(report), as_json)
 
 
 def pick_row(data: str, index: int) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def run(
     Exit code 0: no problem, equal bits. 1: a problem, or different bits; then with the noise floor
     per parameter.
     """
-    from areal_debug.report.terminal import print_answer
+    from areal_debug.report.terminal import answer
     from recorder import open_record
     from replayer.preflight.settings import order_of_record
 
@@ -103,8 +103,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         report = repeat_steps(Path(folder), repeats)
     report = replace(report, findings=report.findings + of_record)
-    print_answer(report.to_dict(), determinism_report(report), as_json)
-    raise SystemExit(0 if report.identical and not report.problems else 1)
+    answer(report.to_dict(), determinism_report(report), as_json)
 
 
 def split_inputs(inputs: tuple[str, ...]) -> tuple[str | None, list[str]]:
@@ -255,7 +254,7 @@ def model(model: str, dtype: str, allocation: str, as_json: bool) -> None:
     """
     from areal_core.config.allocation import parse_allocation
     from areal_debug.installation import require
-    from areal_debug.report.terminal import print_answer
+    from areal_debug.report.terminal import answer
 
     require("transformers")
     train = parse_allocation(allocation).train
@@ -264,8 +263,7 @@ def model(model: str, dtype: str, allocation: str, as_json: bool) -> None:
     sizes = {"context": train.context, "tensor": train.tensor}
     announce(f"checking {model} as {train}")
     report = measure_on_ranks(model, dtype, sizes, train.world_size)
-    print_answer(report | {"allocation": str(train)}, parity_report(model, str(train), report), as_json)
-    raise SystemExit(0 if report["is_equal"] else 1)
+    answer(report | {"allocation": str(train)}, parity_report(model, str(train), report), as_json)
 
 
 def measure_on_ranks(model: str, dtype: str, sizes: dict[str, int], num_ranks: int) -> dict[str, Any]:

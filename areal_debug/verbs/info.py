@@ -37,11 +37,10 @@ def command(ctx: click.Context, as_json: bool) -> None:
         return
     from areal_debug.info.report import report_of
     from areal_debug.info.summary import collect_info
-    from areal_debug.report.terminal import print_answer
+    from areal_debug.report.terminal import answer
 
     info = collect_info()
-    print_answer(asdict(info), report_of(info), as_json)
-    raise SystemExit(1 if info.problems else 0)
+    answer(asdict(info), report_of(info), as_json)
 
 
 @command.command(

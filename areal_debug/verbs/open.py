@@ -189,8 +189,7 @@ def write(run: Path, output: Path | None, places: Sequence[Path], as_json: bool)
 
 def show_found(run: Path, items: "Sequence[Item]", output: Path | None, note: str, as_json: bool) -> None:
     from areal_debug.open.workbench import worst_verdict
-    from areal_debug.report.frame import tone_of
-    from areal_debug.report.model import Cell, Report, Table
+    from areal_debug.report.model import Cell, Report, Table, tone_of
     from areal_debug.report.terminal import print_report
 
     verdict = worst_verdict(items)

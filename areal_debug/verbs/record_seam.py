@@ -25,13 +25,12 @@ def coverage(record: Path, data: str, as_json: bool) -> None:
     incomplete. 2: the order of the data is not known.
     """
     from areal_core.data import rows_of
-    from areal_debug.report.terminal import print_answer
+    from areal_debug.report.terminal import answer
     from areal_debug.resume.coverage import coverage_of, document_of, report_of
     from recorder import open_record
 
     found = coverage_of(open_record(record), rows_of(data))
-    print_answer(document_of(found), report_of(found), as_json)
-    raise SystemExit({"complete": 0, "incomplete": 1, "unknown": 2}[found.verdict])
+    answer(document_of(found), report_of(found), as_json)
 
 
 @click.command(
@@ -67,6 +66,7 @@ def seam(before: Path, after: Path | None, at: int | None, as_json: bool) -> Non
         else cut(whole, place_of_seam(whole) if at is None else at)
     )
     found = judge_seam(*sides)
-    print_answer(document_of(found), report_of(found), as_json)
+    report = report_of(found)
+    print_answer(document_of(found), report, as_json)
     end_if_damaged(sides[0].run.damage.found | sides[1].run.damage.found)
-    raise SystemExit({"continues": 0, "changed": 1, "unknown": 2}[found.verdict])
+    raise SystemExit(report.exit_code)

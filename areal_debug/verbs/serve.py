@@ -137,17 +137,16 @@ def show_status(port: int, of_all: bool, as_json: bool) -> NoReturn:
     from concurrent.futures import ThreadPoolExecutor
 
     from areal_debug.report.terminal import print_answer
-    from areal_debug.serve.report import document_of_all, report_of_all, status_of, verdict_of
+    from areal_debug.serve.report import document_of_all, report_of_all, status_of
     from areal_debug.serve.state import known_servers
 
     known = [one for one in known_servers() if port in (0, int(one.address.rpartition(":")[2]))]
     states = known if of_all or port else of_this_folder(known)
     with ThreadPoolExecutor() as threads:
         statuses = list(threads.map(status_of, states))
-    print_answer(
-        document_of_all(statuses), report_of_all(statuses, num_elsewhere=len(known) - len(states)), as_json
-    )
-    raise SystemExit({"Healthy": 0, "Starting": 2, "Problem": 1}[verdict_of(statuses)] if statuses else 1)
+    report = report_of_all(statuses, num_elsewhere=len(known) - len(states))
+    print_answer(document_of_all(statuses), report, as_json)
+    raise SystemExit(report.exit_code if statuses else 1)
 
 
 def stop_servers(named: list[str], stops_all: bool, as_json: bool) -> NoReturn:

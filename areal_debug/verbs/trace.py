@@ -31,7 +31,7 @@ def command(
         refuse_existing(output, force)
     from areal_debug.report.frame import Frame
     from areal_debug.report.page import write_report
-    from areal_debug.report.terminal import print_answer
+    from areal_debug.report.terminal import answer
     from areal_debug.trace.read import read_run
     from areal_debug.trace.report import MAX_LINES, STYLE, report_document, report_of
     from areal_debug.trace.steps import report_on
@@ -42,9 +42,5 @@ def command(
     if output is not None:
         frame = Frame("Steps", str(trace.file.parent), "trace", report.verdict)
         write_report(output, report_of(trace, report), frame, style=STYLE.read_text())
-    print_answer(
-        report_document(trace, report),
-        report_of(trace, report, len(report.steps) if all_steps else MAX_LINES),
-        as_json,
-    )
-    raise SystemExit({"healthy": 0, "slow": 1, "unknown": 2}[report.verdict])
+    shown = report_of(trace, report, len(report.steps) if all_steps else MAX_LINES)
+    answer(report_document(trace, report), shown, as_json)
