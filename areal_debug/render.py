@@ -234,9 +234,11 @@ def hidden_output() -> Iterator[None]:
         yield
 
 
-def refuse_existing(output: Path, force: bool) -> None:
+def refuse_existing(output: Path | None, force: bool) -> None:
     """Raise ValueError if `output` is a file or a folder with content, unless `force` is set."""
-    if not force and output.exists() and not (output.is_dir() and not any(output.iterdir())):
+    if output is None or force or not output.exists():
+        return
+    if not output.is_dir() or any(output.iterdir()):
         raise ValueError(f"{output} exists already: give --force to replace it, or another path")
 
 

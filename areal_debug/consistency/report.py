@@ -219,7 +219,7 @@ def look_at(source: dict[str, Any], worst: Sequence[WorstToken]) -> list[str]:
     record, rows = open_record(source["record"]), list[tuple[int, int | None, int | None]]()
     for number in source["steps"]:
         step = record.step(number)
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             arrays, known = step.batch(rank, ["prompt_id", "sample_id"]), step.known(rank, "prompt_id")
             names = zip(arrays["prompt_id"].tolist(), arrays["sample_id"].tolist(), known, strict=True)
             rows += [

@@ -75,7 +75,7 @@ def groups_of(record: Record, data: Sequence[dict[str, Any]]) -> list[Group]:
     found, known = [], dict[str, tuple[int, ...]]()
     for step in map(record.step, record.steps):
         sizes, prompts = Counter[int](), dict[int, str]()
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             numbers = step.batch(rank, ["prompt_id"])["prompt_id"]
             for one in row_texts(step, rank, decode, step.known(rank, "prompt_id").nonzero()[0].tolist()):
                 sizes[int(numbers[one.row])] += 1

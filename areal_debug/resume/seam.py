@@ -383,7 +383,7 @@ def versions_of(side: Segment) -> Floats:
         return logged[0].finite.values if logged else np.zeros(0)
     newest = []
     for step in map(side.run.record.step, side.run.record.steps):
-        ranks = [rank for rank in range(step.manifest.num_ranks) if step.known(rank, "versions").all()]
+        ranks = [rank for rank in step.ranks if step.known(rank, "versions").all()]
         newest.append(
             max(
                 (int(step.batch(rank, ["versions"])["versions"].max(initial=-1)) for rank in ranks),
@@ -414,7 +414,7 @@ def kl_of(side: Segment) -> Floats:
     found = []
     for step in [] if side.run.record is None else map(side.run.record.step, side.run.record.steps):
         apart = []
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             try:
                 own = step.learning(rank, ["prox_logp", "ref_logp"])
             except (StepNotRecorded, KeyError):

@@ -267,17 +267,18 @@ def model(model: str, dtype: str, allocation: str, as_json: bool) -> None:
 
 
 def measure_on_ranks(model: str, dtype: str, sizes: dict[str, int], num_ranks: int) -> dict[str, Any]:
-    """Run `areal_debug.train.parity_rank` and return the report of rank 0.
+    """Measure the parity of a model on ranks and return the report of rank 0.
 
     Ends the command with the ranks' exit code if they fail.
     """
     from areal_core.launch.torchrun import run_ranks
     from areal_debug.render import REPORT_FILE
+    from areal_debug.replay.ranks import task
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
-        arguments = ["-m", "areal_debug.train.parity_rank", model, dtype, *map(str, sizes.values())]
-        code = run_ranks(arguments, num_ranks, {REPORT_FILE: str(file)}, Path(folder), echo=not is_quiet())
+        asked = task("parity", model=model, dtype=dtype, **sizes)
+        code = run_ranks(asked, num_ranks, {REPORT_FILE: str(file)}, Path(folder), echo=not is_quiet())
         if code != 0 or not file.exists():
             if is_quiet():
                 print_log_end(Path(folder) / "trainer.log")

@@ -217,8 +217,7 @@ def command(
         check_exact(engines[0], model, output, as_json, options)
     if (record is None) == (not engines):
         fail("give either RECORD, or --engine URL with --prompts, to compare with the model")
-    if output is not None:
-        refuse_existing(output, force)
+    refuse_existing(output, force)
     if record is not None:
         checked, request, source = check_recorded(record, steps, model, options)
     else:

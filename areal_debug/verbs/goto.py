@@ -75,8 +75,7 @@ def command(
     )
 
     do = check_action(shell, with_pdb, stage, as_json)
-    if output is not None:
-        refuse_existing(output, force)
+    refuse_existing(output, force)
     opened = open_record(record)
     check_recorded_results(opened, "goto")
     size = opened.header.world_size

@@ -120,8 +120,7 @@ def diagnose(
     from hangdoctor.diagnose import diagnose as diagnose_snapshot
     from hangdoctor.parse.read import read_snapshot
 
-    if output is not None:
-        refuse_existing(output, force)
+    refuse_existing(output, force)
     try:
         snapshot = read_snapshot(paths, world_size)
     except OSError as error:

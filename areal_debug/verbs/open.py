@@ -148,8 +148,6 @@ def open_run(run: Path, output: Path | None, force: bool, port: int, as_json: bo
     if output is not None:
         refuse_existing(output, force)
         refuse_inside(run, output)
-    if not run.exists():
-        fail(f"{run} does not exist: give the folder of a run, or a record")
     if output is None and not as_json:
         from areal_debug.open.served import serve_workbench
 

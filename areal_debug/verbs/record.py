@@ -190,11 +190,10 @@ def select_samples(
     from recorder.samples import read_samples, rows_of_prompt
 
     if prompt_id is not None:
-        ranks = range(step.manifest.num_ranks)
-        chosen = {rank: rows_of_prompt(step, rank, prompt_id) for rank in ranks}
+        chosen = {rank: rows_of_prompt(step, rank, prompt_id) for rank in step.ranks}
         if not any(chosen.values()):
             raise StepNotRecorded(
                 f"step {step.manifest.step} has no row with prompt_id {prompt_id}: try another step"
             )
-        return [sample for rank in ranks for sample in read_samples(step, rank, chosen[rank], decode)]
+        return [sample for rank in step.ranks for sample in read_samples(step, rank, chosen[rank], decode)]
     return read_samples(step, rank, [row or 0], decode)

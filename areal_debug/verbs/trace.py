@@ -27,8 +27,7 @@ def command(
     Exit code 0: no step after the first took more than twice the median. 1: one did. 2: there are
     too few steps.
     """
-    if output is not None:
-        refuse_existing(output, force)
+    refuse_existing(output, force)
     from areal_debug.report.frame import Frame
     from areal_debug.report.page import write_report
     from areal_debug.report.terminal import answer

@@ -102,8 +102,7 @@ def command(
     from areal_debug.why.report import report_of
     from replayer.why.proofs import Options
 
-    if output is not None:
-        refuse_existing(output, force)
+    refuse_existing(output, force)
     with runner(model) as run:
         options = Options(code, model, note=announce, fast=fast)
         if not no_replay:
