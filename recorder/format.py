@@ -429,11 +429,6 @@ def parse_end(document: dict[str, Any]) -> EndMark:
     return parse_as(EndMark, document, END_FILE)
 
 
-def parse_rank_files(document: dict[str, Any], file: str) -> RankFiles:
-    """Parse manifest-*.json, which exists until the step is committed."""
-    return parse_as(RankFiles, document, file)
-
-
 def parse_step(document: dict[str, Any], file: str) -> StepManifest:
     """Parse step.json; `file` is its name in errors."""
     if check_version(document, file, READABLE_STEPS) == 1:
@@ -553,22 +548,16 @@ def parse_anchor(document: dict[str, Any], file: str) -> AnchorManifest:
     return parse_as(AnchorManifest, document, file)
 
 
-def parse_plan(document: dict[str, Any], file: str) -> Plan:
-    return parse_as(Plan, document, file)
-
-
 def outcome_document(outcome: Outcome) -> dict[str, Any]:
-    """Serialize an outcome as JSON types, floats as C99 hex: equal text means equal bits."""
+    """Serialize an outcome as JSON types, floats as C99 hex: equal text means equal bits.
+
+    `parse_as` is the inverse.
+    """
     micro_batches = [
         vars(m) | {"loss": m.loss.hex(), "weight": m.weight.hex()} for m in outcome.micro_batches
     ]
     stats = {name: value.hex() for name, value in outcome.stats.items()}
     return vars(outcome) | {"micro_batches": micro_batches, "stats": stats}
-
-
-def parse_outcome(document: dict[str, Any], file: str) -> Outcome:
-    """Parse outcome-*.json; the inverse of `outcome_document`."""
-    return parse_as(Outcome, document, file)
 
 
 def parse_text_line(document: dict[str, Any], file: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from crc32c import crc32c
 from areal_core.safety.received import open_received
 from recorder.documents import (
     MAX_JSON_BYTES,
+    parse_as,
     parse_checksummed,
     parse_document,
 )
@@ -48,8 +49,6 @@ from recorder.format import (
     parse_anchor,
     parse_end,
     parse_header,
-    parse_outcome,
-    parse_plan,
     parse_step,
     parse_text_line,
     rank_file,
@@ -227,11 +226,11 @@ class RecordedStep:
         Raises:
             StepNotRecorded: the scope of the record is "rollout", or another trainer gave none.
         """
-        return parse_plan(*self._json("plan", rank))
+        return parse_as(Plan, *self._json("plan", rank))
 
     def outcome(self, rank: int) -> Outcome:
         """Read the rank's outcome. Raises as `plan` does."""
-        return parse_outcome(*self._json("outcome", rank))
+        return parse_as(Outcome, *self._json("outcome", rank))
 
     def _json(self, kind: str, rank: int) -> tuple[Any, str]:
         name = self.rank_name(kind, rank, "json")

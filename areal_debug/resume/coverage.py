@@ -8,7 +8,7 @@ never was. Where the data is read in another order than its own, only a whole pa
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -243,11 +243,6 @@ def judge_shuffled(
         how = f"were trained on more than {most} times: rows {twice[:8]}"
         return [], twice, [f"{len(twice)} prompts of {num_rows} {how}"], []
     return [], [], [], []
-
-
-def document_of(found: Coverage) -> dict[str, Any]:
-    """Return the report as JSON types."""
-    return asdict(found)
 
 
 def report_of(found: Coverage) -> Report:

@@ -1,5 +1,6 @@
 """`areal-debug record seam` and `coverage`: what a resume changed, what was trained on."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -26,11 +27,11 @@ def coverage(record: Path, data: str, as_json: bool) -> None:
     """
     from areal_core.data import rows_of
     from areal_debug.report.terminal import answer
-    from areal_debug.resume.coverage import coverage_of, document_of, report_of
+    from areal_debug.resume.coverage import coverage_of, report_of
     from recorder import open_record
 
     found = coverage_of(open_record(record), rows_of(data))
-    answer(document_of(found), report_of(found), as_json)
+    answer(asdict(found), report_of(found), as_json)
 
 
 @click.command(

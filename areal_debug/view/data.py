@@ -13,6 +13,7 @@ import numpy as np
 
 from areal_core.safety.printable import printable, printable_block
 from areal_debug.doctor.names import find_name
+from areal_debug.doctor.rows import logged
 from recorder.conversations import Conversation, conversations
 from recorder.errors import StepNotRecorded
 from recorder.format import UNKNOWN_BITS
@@ -293,10 +294,7 @@ def stats_point(step: RecordedStep) -> dict[str, float]:
 
     Empty if the scope excludes them.
     """
-    try:
-        stats = step.outcome(0).stats
-    except StepNotRecorded:
-        return {}
+    stats = logged(step)
     found = {curve: name_of_curve(quantities, tuple(stats)) for curve, quantities in STATS.items()}
     short = {name: curve for curve, name in found.items() if name is not None}
     first = {curve: stats[name] for name, curve in short.items()}

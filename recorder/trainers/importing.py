@@ -37,7 +37,15 @@ from recorder.trainers import (
     xtuner,
 )
 from recorder.trainers.batches import Content, check_kinds, content_of, number_groups
-from recorder.trainers.foreign import Foreign, ReadFile, Source, find_source, lines_of, read_files
+from recorder.trainers.foreign import (
+    Foreign,
+    ReadFile,
+    Source,
+    find_source,
+    lines_of,
+    read_files,
+    with_members,
+)
 
 
 @dataclass(frozen=True)
@@ -74,9 +82,13 @@ FORMATS = {
     "slime": Format(slime.find, slime.read),
     "areal": Format(areal.find, areal.read),
     "trl": Format(named(trl.FILES), by_file("trl", trl.NOTES, trl.read_table)),
-    "areal-text": Format(text.find_areal, text.read_areal),
+    "areal-text": Format(
+        lambda source: with_members(source.named(text.AREAL_FILES, text.AREAL_FOLDERS), text.AREAL, levels=2),
+        text.read_areal,
+    ),
     "verl-text": Format(
-        text.find_verl, by_file("verl-text", text.NOTES, lines_of(text.verl_row), step="step {}")
+        lambda source: with_members(source.named(text.VERL_FILES), text.VERL),
+        by_file("verl-text", text.NOTES, lines_of(text.verl_row), step="step {}"),
     ),
     "roll-text": Format(named(text.ROLL_FILES), by_file("roll-text", text.NOTES, text.read_roll)),
 }

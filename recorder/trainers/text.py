@@ -18,19 +18,15 @@ from recorder.trainers.foreign import (
     json_lines,
     number_or_none,
     of_one_run,
-    with_members,
 )
 from recorder.trainers.sample import Sample
 
 AREAL = {"prompt", "completion", "reward", "task_id"}
 VERL = {"input", "output", "score", "step"}
 ROLL = ("prompt", "responses", "scores")
-LINES, ROLL_FILES = r".*\.jsonl", r"rollout_dump_data\.step_\d+\.jsonl"
+AREAL_FILES, AREAL_FOLDERS, VERL_FILES = r".*\.jsonl", r"-?\d+", r"\d+\.jsonl"
+ROLL_FILES = r"rollout_dump_data\.step_\d+\.jsonl"
 NOTES = (TEXT_ONLY, BY_PROMPT)
-
-
-def find_areal(source: Source) -> list[Path]:
-    return with_members(source.named(LINES, r"-?\d+"), AREAL, levels=2)
 
 
 def read_areal(source: Source, files: Sequence[Path]) -> Foreign:
@@ -52,10 +48,6 @@ def areal_row(row: Mapping[str, Any]) -> Sample:
     text = (row["prompt"], row["completion"])
     group = (row["task_id"], row["prompt"])  # ranks count their tasks alike, and append to one file
     return Sample(tokens=None, reward=number_or_none(row["reward"]), group=group, text=text)
-
-
-def find_verl(source: Source) -> list[Path]:
-    return with_members(source.named(r"\d+\.jsonl"), VERL)
 
 
 def verl_row(row: Mapping[str, Any], where: str) -> Sample:
