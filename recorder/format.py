@@ -131,12 +131,6 @@ LARGEST_VALUES = {
 LARGEST_SHAPE = 1 << 40  # elements, counted without the dimensions that are 0
 
 
-def dtype_name(value: Any) -> str:
-    if type(value) is not str or value not in NUMPY_TYPES:
-        raise mismatch(f"one of {', '.join(NUMPY_TYPES)}", value)
-    return value
-
-
 def fingerprint(value: Any) -> dict[str, Any]:
     """Accept environments: objects with a build of torch and a commit, which may be null."""
     for group, member in (("torch", "build"), ("code", "commit")):
@@ -210,8 +204,8 @@ class TensorEntry:
     `offset` for `cu_seqlens`, `image`, or `unit`, an entry of the pixels of a picture.
     """
 
-    dtype: Annotated[str, dtype_name]
-    stored: Annotated[str, dtype_name]
+    dtype: Annotated[str, one_of(*NUMPY_TYPES)]
+    stored: Annotated[str, one_of(*NUMPY_TYPES)]
     shape: tuple[Count, ...]
     axis: Annotated[str, one_of("token", "row", "offset", "image", "unit")]
     offset: Count

@@ -71,6 +71,11 @@ def as_array(value: Any) -> tuple[str, np.ndarray]:
     return NAMES[array.dtype], array
 
 
+def float32_of_bits(bits: np.ndarray) -> np.ndarray:
+    """Return the numbers of bfloat16 bits, uint16, as float32, which is exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
 def narrow(array: np.ndarray) -> np.ndarray:
     """Convert integers to the narrowest type that fits; other dtypes are unchanged."""
     if array.dtype.kind not in "iu" or array.size == 0:

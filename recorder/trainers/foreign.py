@@ -6,6 +6,7 @@ sequence, prompt and completion; its values per token are aligned to the token i
 format does not have stays None.
 """
 
+import functools
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from areal_core.safety.printable import printable
 from areal_core.safety.received import MOST_BYTES, open_received, read_received
 from recorder.errors import ForeignFormat, UnfinishedFile
 from recorder.trainers.batches import unknown_value
-from recorder.trainers.sample import FINISH_REASONS, Sample, as_numpy
+from recorder.trainers.sample import FINISH_REASONS, Sample, as_numpy, token_ids
 
 NO_WEIGHTS = "weights and optimizer are not in the file: choose the model for a replay"
 NO_VERSIONS = "weight versions are not in the file"
@@ -34,6 +35,7 @@ BY_MASK = (
 )
 IMAGES = "images and other inputs that are not text are not imported"
 NO_FILES = "the log names images whose files it does not have: they are not imported"
+as_tokens = functools.partial(token_ids, error=ForeignFormat)
 COUNTED = (IMAGES, NO_FILES)  # notes that are added once per sample
 TEXT_ONLY = (
     "the dump has text and no tokens: the record is for inspection only, it can be listed and read, "
@@ -165,16 +167,6 @@ def experts_of(values: Any, num_tokens: int, where: str) -> dict[str, np.ndarray
 def prompt_group(tokens: np.ndarray, loss_mask: np.ndarray) -> Hashable:
     """Return the tokens before the first one in the mask as a group; None without such a token."""
     return tokens[: int((loss_mask != 0).argmax())].tobytes() if loss_mask.any() else None
-
-
-def as_tokens(ids: Any, where: str) -> np.ndarray:
-    """Convert token ids to int32. Raises ForeignFormat for ids that no vocabulary has."""
-    array: np.ndarray = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ForeignFormat(f"{where}: token ids of type {array.dtype} and shape {array.shape}")
-    if array.size and not 0 <= array.min() <= array.max() < 2**31:
-        raise ForeignFormat(f"{where}: token ids from {array.min()} to {array.max()}")
-    return array.astype(np.int32)
 
 
 def member(document: Mapping[str, Any], name: str, where: str) -> Any:
