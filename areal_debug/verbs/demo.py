@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
-from areal_debug.render import console, fail, is_quiet, refuse_existing, sparkline, styled
+from areal_debug.render import console, fail, is_quiet, print_log_end, refuse_existing, sparkline, styled
 from areal_debug.waiting import doing, tick
 
 if TYPE_CHECKING:
@@ -129,15 +129,8 @@ def run_bar(
             ended.set()
             follower.join()
     if code != 0:
-        fail(
-            "\n".join(
-                [
-                    f"{title} ended with exit code {code}; the end of {log}:",
-                    *log.read_text().splitlines()[-15:],
-                ]
-            ),
-            code,
-        )
+        print_log_end(log)
+        fail(f"{title} ended with exit code {code}; the end of {log} is above", code)
     out.print(styled("   {}: {} steps", title, count_steps(output, trial)))
 
 
