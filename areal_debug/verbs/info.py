@@ -63,10 +63,10 @@ def options(search: str, kind: str, as_json: bool) -> None:
     SECTION, as actor.optimizer, lists the options below it. SEARCH lists those with the words in
     their name or help. Without either, all are listed.
     """
-    from areal_core.config.experiment import METHODS
+    from areal_debug.info.options import KINDS as CLASSES
     from areal_debug.info.options import options_of, print_options, select
 
-    found = select(list(options_of(METHODS["ppo" if kind == "grpo" else kind])), search)
+    found = select(list(options_of(CLASSES[kind])), search)
     if as_json:
         print_json({"kind": kind, "options": [asdict(option) for option in found]})
     else:
