@@ -39,7 +39,6 @@ VERBS = {name: help for section in SECTIONS.values() for name, help in section.i
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 USUAL_UMASK = "areal_debug.umask"  # key in a context's meta: of the user, for jobs that are theirs
-VERBOSITY = "areal_debug.verbosity"  # key in a context's meta: "quiet" or "verbose"
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -59,6 +58,8 @@ def revisions_joined(words: list[str]) -> list[str]:
 
 def set_verbosity(context: click.Context, option: click.Parameter, given: bool) -> None:
     """Remember --quiet or --verbose for `areal_debug.render`."""
+    from areal_debug.render import VERBOSITY
+
     if given and context.meta.setdefault(VERBOSITY, option.name) != option.name:
         raise click.UsageError("--quiet and --verbose exclude each other: choose one")
 
@@ -82,17 +83,23 @@ def write_example(example: str, formatter: click.HelpFormatter) -> None:
 
 
 class Verb(click.Command):
-    """A command with `-h`, `-q` and `-v`, and an example in its help."""
+    """A command with `-h`, `-q` and `-v`, an example in its help, progress, and errors as sentences."""
 
     def __init__(
         self,
         name: str | None,
         *,
         example: str,
+        callback: Callable[..., Any],
         context_settings: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(name, context_settings={**SETTINGS, **(context_settings or {})}, **settings)
+        from areal_debug.render import errors_as_sentences
+
+        context_settings = {**SETTINGS, **(context_settings or {})}
+        super().__init__(
+            name, callback=errors_as_sentences(callback), context_settings=context_settings, **settings
+        )
         self.params += verbosity_options()
         self.example = example
 
@@ -144,7 +151,10 @@ class VerbGroup(click.Group):
     ) -> None:
         super().__init__(name, context_settings=SETTINGS, **settings)
         self.example, self.lazy, self.sections = example, lazy or {}, sections or {}
-        if self.invoke_without_command:
+        if self.invoke_without_command and self.callback is not None:
+            from areal_debug.render import errors_as_sentences
+
+            self.callback = errors_as_sentences(self.callback)
             self.params += verbosity_options()
 
     def main(self, *args: Any, **settings: Any) -> Any:

@@ -38,7 +38,6 @@ def reads_untrusted(
     def decorate(body: Callable[P, None]) -> Callable[P, None]:
         @describes_limits(cpu_s)
         @functools.wraps(body)
-        @errors_as_sentences
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
             from recorder.confine import (  # NumPy: 0.15 s of each verb's start
                 bounds_for,
@@ -57,7 +56,7 @@ def reads_untrusted(
 
             def in_child() -> None:
                 try:
-                    body(*args, **kwargs)
+                    errors_as_sentences(body)(*args, **kwargs)
                 except click.ClickException as error:  # misuse, which only its text leaves the child
                     raise ValueError(error.format_message()) from None
 

@@ -67,3 +67,16 @@ def lazy_names(modules: Mapping[str, Sequence[str]], package: str) -> tuple[Call
         return getattr(importlib.import_module(module_of[name]), name)
 
     return get, sorted(module_of)
+
+
+def names_of(source: str, package: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package that has the public names of another one of ours."""
+
+    def get(name: str) -> Any:
+        check_packages()
+        module = importlib.import_module(source)
+        if name not in module.__all__:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(module, name)
+
+    return get

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from areal_core.environment import ALLOWED_CODE
 from areal_core.launch.warm import WarmRanks
-from areal_core.safety.durable import commit_folder
 from areal_core.safety.interpreter import python_command
 from areal_debug.diff.report import describe, format_value
 from areal_debug.replay.ranks import replay_on_ranks, run_once
@@ -273,15 +272,5 @@ def generate(spec: Spec) -> list[str]:
 
 
 def move_record(record: Path, place: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = place.with_name("." + place.name)
-    if unfinished.exists():
-        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink()
-    if place.suffix in (".zip", ".zarr"):
-        archive_record(record, unfinished)
-    else:
-        extract_record(record, unfinished)
-    if unfinished.is_dir():
-        commit_folder(unfinished, place)
-    else:
-        unfinished.rename(place)
+    copy = archive_record if place.suffix in (".zip", ".zarr") else extract_record
+    copy(record, place, overwrite=True)

@@ -31,7 +31,6 @@ from rich.text import Text
 
 from areal_core.safety.durable import sentence_of
 from areal_core.safety.printable import printable, printable_block
-from areal_debug.cli import VERBOSITY
 from areal_debug.installation import install_hint
 from areal_debug.streams import styled_stream
 from areal_debug.waiting import PROGRESS_VARIABLE, doing, has_terminal, say, tick, waiting_line
@@ -41,6 +40,7 @@ R = TypeVar("R")
 BARS = "▁▂▃▄▅▆▇█"
 PIPED_WIDTH = 10_000  # wider than any table
 FIELD = "\0"  # place of a field in a template
+VERBOSITY = "areal_debug.verbosity"  # key in a context's meta: "quiet" or "verbose"
 
 REPORT_FILE = "AREAL_DEBUG_REPORT"  # path of the file
 QUIET = "AREAL_DEBUG_QUIET"  # if set, the ranks do not print their report
@@ -234,9 +234,11 @@ def hidden_output() -> Iterator[None]:
         yield
 
 
-def refuse_existing(output: Path, force: bool) -> None:
+def refuse_existing(output: Path | None, force: bool) -> None:
     """Raise ValueError if `output` is a file or a folder with content, unless `force` is set."""
-    if not force and output.exists() and not (output.is_dir() and not any(output.iterdir())):
+    if output is None or force or not output.exists():
+        return
+    if not output.is_dir() or any(output.iterdir()):
         raise ValueError(f"{output} exists already: give --force to replace it, or another path")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_core.config import BaseExperimentConfig, PPOConfig, load_expr_config
-from areal_core.config.experiment import DebugConfig
+from areal_core.config.experiment import METHODS, DebugConfig
 from areal_core.engine.checksums import gradient_checksums, parameter_checksums
 from areal_core.paths import record_folder, run_folder
 from areal_core.trainer.observed import Observer
@@ -28,7 +28,7 @@ from recorder.storage import is_archive_name, staging_folder
 from replayer.anchors import AnchorPolicy, AnchorTaker
 from replayer.errors import ReplayError
 from replayer.preconditions import step_range
-from replayer.request import CONFIGS, Request, without_side_effects
+from replayer.request import Request, without_side_effects
 from replayer.run import replay_hooks
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
     if config.debug.replay_rollout_data:
         config = without_side_effects(config)
         record = open_record(config.debug.path)
-        if not isinstance(config, method := CONFIGS[record.header.method]):
+        if not isinstance(config, method := METHODS[record.header.method or "ppo"]):
             raise ReplayError(
                 f"{record.path} is a record of {method.__name__}, and the script trains by {type(config).__name__}: "
                 "give the script of that run, or use `areal-debug replay`"

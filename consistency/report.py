@@ -9,8 +9,6 @@ from consistency.engines import Top
 from consistency.measure import ALIASES, worst_tokens
 from consistency.tokens import TokenTable
 
-EXIT_CODES = {"healthy": 0, "mismatch": 1, "unknown": 2}
-
 
 @dataclass(frozen=True)
 class WorstToken:

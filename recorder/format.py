@@ -131,12 +131,6 @@ LARGEST_VALUES = {
 LARGEST_SHAPE = 1 << 40  # elements, counted without the dimensions that are 0
 
 
-def dtype_name(value: Any) -> str:
-    if type(value) is not str or value not in NUMPY_TYPES:
-        raise mismatch(f"one of {', '.join(NUMPY_TYPES)}", value)
-    return value
-
-
 def fingerprint(value: Any) -> dict[str, Any]:
     """Accept environments: objects with a build of torch and a commit, which may be null."""
     for group, member in (("torch", "build"), ("code", "commit")):
@@ -210,8 +204,8 @@ class TensorEntry:
     `offset` for `cu_seqlens`, `image`, or `unit`, an entry of the pixels of a picture.
     """
 
-    dtype: Annotated[str, dtype_name]
-    stored: Annotated[str, dtype_name]
+    dtype: Annotated[str, one_of(*NUMPY_TYPES)]
+    stored: Annotated[str, one_of(*NUMPY_TYPES)]
     shape: tuple[Count, ...]
     axis: Annotated[str, one_of("token", "row", "offset", "image", "unit")]
     offset: Count
@@ -429,11 +423,6 @@ def parse_end(document: dict[str, Any]) -> EndMark:
     return parse_as(EndMark, document, END_FILE)
 
 
-def parse_rank_files(document: dict[str, Any], file: str) -> RankFiles:
-    """Parse manifest-*.json, which exists until the step is committed."""
-    return parse_as(RankFiles, document, file)
-
-
 def parse_step(document: dict[str, Any], file: str) -> StepManifest:
     """Parse step.json; `file` is its name in errors."""
     if check_version(document, file, READABLE_STEPS) == 1:
@@ -553,22 +542,16 @@ def parse_anchor(document: dict[str, Any], file: str) -> AnchorManifest:
     return parse_as(AnchorManifest, document, file)
 
 
-def parse_plan(document: dict[str, Any], file: str) -> Plan:
-    return parse_as(Plan, document, file)
-
-
 def outcome_document(outcome: Outcome) -> dict[str, Any]:
-    """Serialize an outcome as JSON types, floats as C99 hex: equal text means equal bits."""
+    """Serialize an outcome as JSON types, floats as C99 hex: equal text means equal bits.
+
+    `parse_as` is the inverse.
+    """
     micro_batches = [
         vars(m) | {"loss": m.loss.hex(), "weight": m.weight.hex()} for m in outcome.micro_batches
     ]
     stats = {name: value.hex() for name, value in outcome.stats.items()}
     return vars(outcome) | {"micro_batches": micro_batches, "stats": stats}
-
-
-def parse_outcome(document: dict[str, Any], file: str) -> Outcome:
-    """Parse outcome-*.json; the inverse of `outcome_document`."""
-    return parse_as(Outcome, document, file)
 
 
 def parse_text_line(document: dict[str, Any], file: str) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from crc32c import crc32c
 
 from areal_core.safety.received import open_received
 from recorder.documents import (
     MAX_JSON_BYTES,
-    checksum,
+    parse_as,
     parse_checksummed,
     parse_document,
 )
@@ -48,8 +49,6 @@ from recorder.format import (
     parse_anchor,
     parse_end,
     parse_header,
-    parse_outcome,
-    parse_plan,
     parse_step,
     parse_text_line,
     rank_file,
@@ -59,7 +58,7 @@ from recorder.format import (
 from recorder.header import Gaps, in_ranges, parse_gaps
 from recorder.pictures.named import check_images, picture_names, read_picture
 from recorder.storage import FolderStorage, KeptFiles, Storage, is_url, location_of
-from recorder.tensors import check_header, check_offsets, read_tensor
+from recorder.tensors import check_header, check_offsets, check_size, read_tensor
 from recorder.transcripts import Transcript, parse_transcripts
 
 if TYPE_CHECKING:
@@ -76,6 +75,11 @@ class RecordedStep:
 
     storage: Storage
     manifest: StepManifest
+
+    @property
+    def ranks(self) -> range:
+        """The data-parallel ranks that recorded."""
+        return range(self.manifest.num_ranks)
 
     def batch(self, rank: int, keys: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         """Read a rank's flat arrays: [tokens, ...], [rows, ...], `cu_seqlens` [rows + 1] int64.
@@ -182,8 +186,7 @@ class RecordedStep:
 
     def named_pictures(self) -> dict[str, int]:
         """Return the bytes of each picture of the step, on any rank, by its sha256."""
-        ranks = range(self.manifest.num_ranks)
-        return {name: size for rank in ranks for name, size in self.pictures(rank) or ()}
+        return {name: size for rank in self.ranks for name, size in self.pictures(rank) or ()}
 
     def images(self, rank: int) -> tuple[tuple[bytes, ...], ...] | None:
         """Return the encoded pictures of each row; None if the record has none as files."""
@@ -214,7 +217,7 @@ class RecordedStep:
     def num_unknown(self) -> dict[str, int]:
         """Count the rows of all ranks that lack a value that every batch has, by key."""
         counts: Counter[str] = Counter()
-        for rank in range(self.manifest.num_ranks):
+        for rank in self.ranks:
             name, entry = self.batch_entry(rank)
             if "unknown" in entry.tensors:
                 bits = self.tensors(name, entry, ["unknown"])["unknown"]
@@ -228,11 +231,11 @@ class RecordedStep:
         Raises:
             StepNotRecorded: the scope of the record is "rollout", or another trainer gave none.
         """
-        return parse_plan(*self._json("plan", rank))
+        return parse_as(Plan, *self._json("plan", rank))
 
     def outcome(self, rank: int) -> Outcome:
         """Read the rank's outcome. Raises as `plan` does."""
-        return parse_outcome(*self._json("outcome", rank))
+        return parse_as(Outcome, *self._json("outcome", rank))
 
     def _json(self, kind: str, rank: int) -> tuple[Any, str]:
         name = self.rank_name(kind, rank, "json")
@@ -420,16 +423,18 @@ class Record:
 def checked_file(storage: Storage, file: str, entry: FileEntry) -> bytes:
     """Read a file that has one checksum. Raises DamagedRecord unless its bytes match."""
     data = bytes(storage.read(file, 0, entry.size_bytes + 1))
-    if len(data) != entry.size_bytes:
-        size_bytes = storage.size(file)
-        if size_bytes is None:
-            raise DamagedRecord(file, "is missing")
-        raise DamagedRecord(
-            file, f"has {size_bytes} bytes, {entry.size_bytes} expected: it is cut off or changed"
-        )
-    if checksum(data) != entry.crc32c:
-        raise DamagedRecord(file, f"bytes do not match their crc32c {entry.crc32c}")
+    check_file(storage, file, entry, [data])
     return data
+
+
+def check_file(storage: Storage, file: str, entry: FileEntry, blocks: Iterable[bytes | bytearray]) -> None:
+    """Raise DamagedRecord unless a file, whose bytes are in `blocks`, has its size and checksum."""
+    check_size(storage, file, entry.size_bytes)
+    crc = 0
+    for block in blocks:
+        crc = crc32c(block, crc)
+    if f"{crc:08x}" != entry.crc32c:
+        raise DamagedRecord(file, f"bytes do not match their crc32c {entry.crc32c}")
 
 
 def read_checksummed(storage: Storage, file: str) -> dict[str, Any]:
@@ -611,16 +616,20 @@ def summarise_steps(
 
 
 def summary_of(step: RecordedStep) -> StepSummary:
-    ranks = range(step.manifest.num_ranks)
-    batches = [step.batch_entry(rank)[1] for rank in ranks]
-    known = [step.batch(rank, ["rewards"])["rewards"][step.known(rank, "rewards")] for rank in ranks]
-    rewards = [reward for of_rank in known for reward in of_rank.tolist()]
+    batches = [step.batch_entry(rank)[1] for rank in step.ranks]
     return StepSummary(
         step=step.manifest.step,
         version=step.manifest.version,
         num_rows=sum(batch.num_rows for batch in batches),
         num_tokens=sum(batch.num_tokens for batch in batches),
         size_bytes=step.manifest.size_bytes,
-        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+        mean_reward=mean_reward(step),
         num_unknown=step.num_unknown(),
     )
+
+
+def mean_reward(step: RecordedStep) -> float | None:
+    """Return the mean of the rewards of a step that are known; None if none is."""
+    known = [step.batch(rank, ["rewards"])["rewards"][step.known(rank, "rewards")] for rank in step.ranks]
+    rewards = [reward for of_rank in known for reward in of_rank.tolist()]
+    return sum(rewards) / len(rewards) if rewards else None

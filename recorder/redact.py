@@ -118,7 +118,7 @@ def redact_record(
         for step in map(record.step, record.steps) if steps is None else steps:
             number = step.manifest.step
             num_steps += 1
-            ranks = [rank_step(step, rank) for rank in range(step.manifest.num_ranks)]
+            ranks = [rank_step(step, rank) for rank in step.ranks]
             kept = [without_secrets(rank, redactor, decode) for rank in ranks]
             pairs = zip(ranks, kept, strict=True)
             rows = sum(int(changed_rows(a.batch, b.batch.tensors["input_ids"].array).sum()) for a, b in pairs)

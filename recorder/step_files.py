@@ -21,6 +21,7 @@ from recorder.documents import (
     checksummed_bytes,
     json_bytes,
     json_text,
+    parse_as,
     parse_checksummed,
 )
 from recorder.environment import file_identity
@@ -40,7 +41,6 @@ from recorder.format import (
     StepManifest,
     has_pictures,
     outcome_document,
-    parse_rank_files,
     rank_file,
 )
 from recorder.pictures.named import hashed
@@ -152,7 +152,7 @@ def collect_rank_manifest(
     while not path.exists():
         if wait_or_stop():
             raise RecordError(f"rank {rank} has not written its files of {folder.name}: see that rank's log")
-    written = parse_rank_files(parse_checksummed(path.read_bytes(), path.name), path.name)
+    written = parse_as(RankFiles, parse_checksummed(path.read_bytes(), path.name), path.name)
     path.unlink()
     return written
 

@@ -71,6 +71,11 @@ def as_array(value: Any) -> tuple[str, np.ndarray]:
     return NAMES[array.dtype], array
 
 
+def float32_of_bits(bits: np.ndarray) -> np.ndarray:
+    """Return the numbers of bfloat16 bits, uint16, as float32, which is exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
 def narrow(array: np.ndarray) -> np.ndarray:
     """Convert integers to the narrowest type that fits; other dtypes are unchanged."""
     if array.dtype.kind not in "iu" or array.size == 0:
@@ -258,13 +263,18 @@ def read_tensor(storage: Storage, file: str, name: str, entry: TensorEntry) -> n
     return array.astype(NUMPY_TYPES[entry.dtype], copy=False)
 
 
+def check_size(storage: Storage, file: str, expected: int) -> None:
+    """Raise DamagedRecord unless a file is there and has so many bytes."""
+    size_bytes = storage.size(file)
+    if size_bytes is None:
+        raise DamagedRecord(file, "is missing")
+    if size_bytes != expected:
+        raise DamagedRecord(file, f"has {size_bytes} bytes, {expected} expected: it is cut off or changed")
+
+
 def check_header(storage: Storage, file: str, entry: BatchEntry) -> None:
     """Raise DamagedRecord unless size and safetensors header match."""
-    size = storage.size(file)
-    if size is None:
-        raise DamagedRecord(file, "is missing")
-    if size != entry.size_bytes:
-        raise DamagedRecord(file, f"has {size} bytes, {entry.size_bytes} expected: it is cut off or changed")
+    check_size(storage, file, entry.size_bytes)
     if checksum(read_bytes(storage, file, 0, entry.header_bytes)) != entry.header_crc32c:
         raise DamagedRecord(
             file, f"safetensors header does not match its crc32c {entry.header_crc32c}", "(header)"

@@ -5,8 +5,6 @@ import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from crc32c import crc32c
-
 from recorder.errors import DamagedRecord, NotARecord, UnknownFormat
 from recorder.format import (
     ANCHOR_FILE,
@@ -40,6 +38,7 @@ from recorder.reader import (
     Damage,
     Record,
     RecordedStep,
+    check_file,
     numbered_folders,
     open_storage,
     parse_manifest,
@@ -382,18 +381,7 @@ def batch_problems(storage: Storage, file: str, entry: BatchEntry) -> Iterator[P
 
 def file_problems(storage: Storage, file: str, entry: FileEntry) -> Iterator[Problem]:
     try:
-        size_bytes = storage.size(file)
-        if size_bytes is None:
-            yield Problem(file, None, "is missing")
-        elif size_bytes != entry.size_bytes:
-            what = f"has {size_bytes} bytes, {entry.size_bytes} expected: it is cut off or changed"
-            yield Problem(file, None, what)
-        else:
-            crc = 0
-            for block in file_blocks(storage, file):
-                crc = crc32c(block, crc)
-            if f"{crc:08x}" != entry.crc32c:
-                yield Problem(file, None, f"bytes do not match their crc32c {entry.crc32c}")
+        check_file(storage, file, entry, file_blocks(storage, file))
     except DamagedRecord as error:
         yield damage(error)
 

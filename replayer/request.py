@@ -9,15 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from areal_core.config import (
-    BaseExperimentConfig,
-    DPOConfig,
-    PPOConfig,
-    RWConfig,
-    SFTConfig,
-    config_to_dict,
-)
+from areal_core.config import BaseExperimentConfig, PPOConfig, config_to_dict
 from areal_core.config.checks import check_config
+from areal_core.config.experiment import METHODS
 from areal_core.config.loading import apply_override, built, literal, load_with_notes
 from areal_core.config.names import sections_of
 from areal_core.config.presets import option_name
@@ -28,7 +22,6 @@ from replayer.carried import use_carried_models
 from replayer.own_code import put_own_code
 
 C = TypeVar("C", bound=BaseExperimentConfig)
-CONFIGS: dict[str | None, type[Any]] = {"sft": SFTConfig, "dpo": DPOConfig, "rw": RWConfig, None: PPOConfig}
 Summation = Literal["", "fixed", "gloo"]
 
 
@@ -100,7 +93,7 @@ def replay_config(
         ConfigError: the file cannot be read, an option is unknown, or options contradict each
             other.
     """
-    cls = CONFIGS[record.header.method]
+    cls = METHODS[record.header.method or "ppo"]
     if file is None:
         tree, source = literal(record.header.config), f"the config of {record.path}"
         if trains:

@@ -248,3 +248,6 @@ class DPOConfig(BaseExperimentConfig):
 
     actor: DPOEngineConfig = section(DPOEngineConfig, "The policy.")
     ref: TrainEngineConfig | None = option(None, "The reference; empty: the initial policy.")
+
+
+METHODS: dict[str, type[Any]] = {"sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig, "ppo": PPOConfig}

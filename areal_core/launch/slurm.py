@@ -27,8 +27,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig, config_from_dict, config_to_dict
+from areal_core.config import config_from_dict, config_to_dict
 from areal_core.config.allocation import parse_allocation
+from areal_core.config.experiment import METHODS
 from areal_core.config.scheduling import RoleSpec
 from areal_core.errors import ConfigError, ServerFailed
 from areal_core.launch.job import Job, following, run_job, spec_of
@@ -50,7 +51,6 @@ from areal_core.servers.discovery import FolderNames
 from areal_core.servers.server import Server, wait_until_healthy
 
 NAMES = "names"  # folder below the logs in which servers publish their addresses
-METHODS = {"sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig, "ppo": PPOConfig}
 
 
 def launch(job: Job) -> int:

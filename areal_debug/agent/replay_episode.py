@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,11 @@ from areal_core.agent.conversation import Interaction
 from areal_core.agent.transcript import encode, from_json, message_facts, options_of
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.types import ModelRequest, ModelResponse
-from areal_debug.agent.run import frames_of_agent
+from areal_debug.agent.run import first_unequal, frames_of_agent
 from recorder import Record, RecordError
-from recorder.conversations import offered_tools
+from recorder.conversations import calls_before, offered_tools
 from recorder.reader import RecordedStep
-from recorder.transcripts import RecordedCall, Transcript
+from recorder.transcripts import Transcript
 
 ADDRESS = re.compile(r"(?P<record>.+?)(?:#(?P<step>\d+)(?:/(?P<prompt>\d+)(?:/(?P<episode>\d+))?)?)?")
 
@@ -60,7 +60,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class EpisodeDifference:
-    """The first difference of an episode.
+    """The first difference of an episode; its place is added last.
 
     Attributes:
         call: number of the call; None for what the agent returned.
@@ -72,9 +72,9 @@ class EpisodeDifference:
         frames: where the agent raised, innermost last.
     """
 
-    step: int
-    prompt_id: int
-    sample: int
+    step: int = field(default=-1, kw_only=True)
+    prompt_id: int = field(default=-1, kw_only=True)
+    sample: int = field(default=-1, kw_only=True)
     call: int | None
     kind: str
     what: str
@@ -94,19 +94,6 @@ class AgentReplay:
     num_calls: int
     num_tool_results: int
     differences: tuple[EpisodeDifference, ...]
-
-
-@dataclass(frozen=True)
-class Found:
-    """A difference within an episode, in the order of the calls."""
-
-    call: int | None
-    kind: str
-    what: str
-    recorded: Any = None
-    now: Any = None
-    at: int | None = None
-    frames: tuple[str, ...] = ()
 
 
 class Diverged(Exception):
@@ -135,7 +122,7 @@ def read_episodes(record: Record, address: Address) -> Iterator[Episode]:
     num_found = 0
     for number in record.steps if address.step is None else (address.step,):
         step = record.step(number)
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             for transcript in step.calls(rank) or ():
                 names = (transcript.prompt_id, transcript.episode)
                 if all(
@@ -243,8 +230,9 @@ def replay(record: Record, address: Address, workflow: AgentWorkflow, show_all: 
             transcripts.append(episode.transcript)
             found = first_difference(episode, workflow, loop)
             if found is not None:
-                name = (episode.step, episode.transcript.prompt_id, episode.transcript.episode)
-                differences.append(EpisodeDifference(*name, **vars(found)))
+                one = episode.transcript
+                placed = replace(found, step=episode.step, prompt_id=one.prompt_id, sample=one.episode)
+                differences.append(placed)
                 if not show_all:
                     break
     finally:
@@ -256,7 +244,7 @@ def replay(record: Record, address: Address, workflow: AgentWorkflow, show_all: 
     )
 
 
-def first_difference(episode: Episode, workflow: AgentWorkflow, loop: LoopThread) -> Found | None:
+def first_difference(episode: Episode, workflow: AgentWorkflow, loop: LoopThread) -> EpisodeDifference | None:
     """Run an episode again; return its first difference from the record."""
     transcript = episode.transcript
     if transcript.data is None:
@@ -282,15 +270,17 @@ def first_difference(episode: Episode, workflow: AgentWorkflow, loop: LoopThread
     left = [call.turn for call in transcript.calls if call.turn not in engine.calls.values()]
     if engine.stopped.is_set():
         what = f"the agent makes call {len(transcript.calls)}, and made {len(transcript.calls)} in the record"
-        return Found(len(transcript.calls), "more_calls", what)
+        return EpisodeDifference(len(transcript.calls), "more_calls", what)
     if raised is not None:
         what = f"the agent raises {type(raised).__name__}: {raised}"
-        return Found(min(left, default=None), "raised", what, frames=tuple(frames_of_agent(raised)))
+        return EpisodeDifference(
+            min(left, default=None), "raised", what, frames=tuple(frames_of_agent(raised))
+        )
     if left:
         what = (
             f"the agent ends after {len(interactions)} calls, and made {len(transcript.calls)} in the record"
         )
-        return Found(left[0], "fewer_calls", what)
+        return EpisodeDifference(left[0], "fewer_calls", what)
     assert outcome is not None
     return differing_outcome(transcript, engine, interactions, outcome)
 
@@ -308,13 +298,13 @@ async def until_stopped(run: Coroutine[Any, Any, Outcome], stopped: asyncio.Even
 
 def differing_call(
     episode: Episode, engine: RecordedAnswers, interactions: Sequence[Interaction]
-) -> Found | None:
+) -> EpisodeDifference | None:
     recorded = {call.turn: call for call in episode.transcript.calls}
     tools = offered_tools(episode.transcript)
     by_turn = sorted((engine.calls[interaction.turn], interaction) for interaction in interactions)
     for turn, interaction in by_turn:
         now = [without_reasoning(message_facts(message)) for message in interaction.call.messages]
-        requested = conversation(recorded, recorded[turn])
+        requested = conversation(episode.transcript, turn)
         found = (
             differing_message(turn, requested, canonical(now))
             or differing_value(
@@ -334,14 +324,11 @@ def differing_call(
     return None
 
 
-def conversation(calls: dict[int, RecordedCall], call: RecordedCall) -> list[dict[str, Any]]:
+def conversation(transcript: Transcript, turn: int) -> list[dict[str, Any]]:
     """Return all messages of a recorded request."""
-    messages = [without_reasoning(message) for message in call.messages]
-    while call.after is not None:
-        call = calls[call.after]
-        before = [*call.messages, call.answer]
-        messages = [*map(without_reasoning, before), *messages]
-    return messages
+    *before, last = calls_before(transcript, turn)
+    earlier = (message for call in before for message in (*call.messages, call.answer))
+    return list(map(without_reasoning, (*earlier, *last.messages)))
 
 
 def without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -353,25 +340,21 @@ def canonical(value: Any) -> Any:
     return json.loads(encode(value))
 
 
-def differing_message(turn: int, recorded: list[Any], now: list[Any]) -> Found | None:
+def differing_message(turn: int, recorded: list[Any], now: list[Any]) -> EpisodeDifference | None:
     for number, (was, found) in enumerate(itertools.zip_longest(recorded, now)):
         if was == found:
             continue
         if was is None or found is None:
             what = f"message {number} is {'new' if was is None else 'missing'}"
-            return Found(turn, "message", what, was, found)
+            return EpisodeDifference(turn, "message", what, was, found)
         name = tool_call_of(recorded, number) if was["role"] == found["role"] == "tool" else None
         kind, what = "message", f"message {number} ({found['role']}) is another one"
         if name is not None:
             kind, what = "tool_result", f"the tool {name} returns something else"
         before, after = was.get("content"), found.get("content")
         if isinstance(before, str) and isinstance(after, str) and before != after:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
-                min(len(before), len(after)),
-            )
-            return Found(turn, kind, what, before, after, at)
-        return Found(turn, kind, what, was, found)
+            return EpisodeDifference(turn, kind, what, before, after, first_unequal(before, after))
+        return EpisodeDifference(turn, kind, what, was, found)
     return None
 
 
@@ -386,30 +369,29 @@ def tool_call_of(messages: Sequence[dict[str, Any]], number: int) -> str | None:
     return f"{call['name']}({call['arguments']})"
 
 
-def differing_value(turn: int, kind: str, what: str, recorded: Any, now: Any) -> Found | None:
+def differing_value(turn: int, kind: str, what: str, recorded: Any, now: Any) -> EpisodeDifference | None:
     """Return a difference unless the values are equal."""
-    return None if recorded == now else Found(turn, kind, what, recorded, now)
+    return None if recorded == now else EpisodeDifference(turn, kind, what, recorded, now)
 
 
-def differing_tokens(turn: int, recorded: list[int] | None, now: list[int] | None) -> Found | None:
+def differing_tokens(
+    turn: int, recorded: list[int] | None, now: list[int] | None
+) -> EpisodeDifference | None:
     if recorded is None or now is None:
         return None
-    at = next(
-        (i for i, (a, b) in enumerate(zip(recorded, now, strict=False)) if a != b),
-        min(len(recorded), len(now)),
-    )
+    at = first_unequal(recorded, now)
     what = f"the same messages have other tokens from token {at} on: tokenizer or chat template differ"
-    return Found(turn, "prompt_tokens", what, recorded[at : at + 8], now[at : at + 8], at)
+    return EpisodeDifference(turn, "prompt_tokens", what, recorded[at : at + 8], now[at : at + 8], at)
 
 
 def differing_outcome(
     transcript: Transcript, engine: RecordedAnswers, interactions: Sequence[Interaction], outcome: Outcome
-) -> Found | None:
+) -> EpisodeDifference | None:
     """Return how rewards or the failure of an episode differ, whose calls are as recorded."""
     if outcome.failure != transcript.failure:
         was, now = (failure or "none" for failure in (transcript.failure, outcome.failure))
         what = f"the failure of the model is {now}, {was} in the record"
-        return Found(None, "failure", what, transcript.failure, outcome.failure)
+        return EpisodeDifference(None, "failure", what, transcript.failure, outcome.failure)
     order = [engine.calls[one.turn] for one in interactions]
     # A number is the reward of the last call, which is another one where requests that run at the
     # same time came in another order: then that of the last recorded call.
@@ -417,5 +399,7 @@ def differing_outcome(
     rewards = {turn: outcome.rewards.get(one.id) for turn, one in calls.items()}
     for call in transcript.calls:
         if rewards[call.turn] != call.reward:
-            return Found(call.turn, "reward", "the reward is another one", call.reward, rewards[call.turn])
+            return EpisodeDifference(
+                call.turn, "reward", "the reward is another one", call.reward, rewards[call.turn]
+            )
     return None

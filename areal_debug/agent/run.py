@@ -190,11 +190,15 @@ def first_difference(
 ) -> str:
     """Describe where a prompt diverges from the tokens of the turn that it continues."""
     ours, theirs = parent.tokens, interaction.response.input_tokens
-    at = next(
-        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-    )
+    at = first_unequal(ours, theirs)
     then, now = (tokenizer.decode(tokens[at : at + 6]) for tokens in (ours, theirs))
     return f"from token {at} on the prompt has {now!r}, where turn {parent.turn} had {then!r}"
+
+
+def first_unequal(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Return the first place at which two sequences differ, or at which the shorter one ends."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def frames_of_agent(error: BaseException) -> list[str]:

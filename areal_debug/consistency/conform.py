@@ -1,16 +1,17 @@
 """`areal-debug consistency --conform`: does an engine hold the weights that it was sent?"""
 
+from typing import NoReturn
+
 from areal_debug.render import announce, is_quiet, note
-from areal_debug.report.model import Block, Cell, Finding, Level, Report, Row, Table
-from areal_debug.report.terminal import print_answer
+from areal_debug.report.model import Block, Cell, Finding, Level, Report, Row, Table, tone_of
+from areal_debug.report.terminal import answer
 from consistency.entry.conform import TEXTS, Check, Result, conform
 
-EXIT_CODES = {"conforms": 0, "fails": 1, "undecided": 2}
 LEVELS: dict[str, Level] = {"pass": "good", "fail": "bad", "not offered": "dim", "undecided": "unsure"}
 
 
-def check_conformance(engine: str, model: str, as_json: bool) -> int:
-    """Check an engine's weight updates; print the report, return the exit code."""
+def check_conformance(engine: str, model: str, as_json: bool) -> NoReturn:
+    """Check an engine's weight updates; print the report, end the command."""
     announce(f"replacing the weights of {engine}; those of {model} are sent back at the end")
 
     def report(check: Check) -> None:
@@ -18,8 +19,7 @@ def check_conformance(engine: str, model: str, as_json: bool) -> int:
             note(f"{check.name}: {check.verdict}")
 
     result = conform(engine, model, report)
-    print_answer(result.document(), report_of(result), as_json)
-    return EXIT_CODES[result.verdict]
+    answer(result.document(), report_of(result), as_json)
 
 
 def report_of(result: Result) -> Report:
@@ -29,11 +29,10 @@ def report_of(result: Result) -> Report:
         ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
         + f"; {result.engine}, {result.dtype}, the same weights differ by up to {result.noise_floor:g} nats"
     )
-    level = {"conforms": LEVELS["pass"], "fails": LEVELS["fail"]}.get(result.verdict, "unsure")
     blocks: list[Block] = [finding_of(check) for check in result.checks if check.verdict == "fail"]
     headings = ("check", "", "expected", "holds", "mean |D| from each", "")
     blocks.append(Table(headings, list(map(cells, result.checks))))
-    return Report(result.verdict.capitalize(), sentence, level, blocks)
+    return Report(result.verdict.capitalize(), sentence, tone_of(result.verdict), blocks)
 
 
 def finding_of(check: Check) -> Finding:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from areal_debug.render import (
     announce,
@@ -10,7 +10,7 @@ from areal_debug.render import (
     is_quiet,
     note,
 )
-from areal_debug.report.model import Facts, Level, Report, Row, Table
+from areal_debug.report.model import Facts, Report, Row, Table, tone_of
 from areal_debug.report.terminal import print_answer
 from consistency.entry.exact import (
     PROVEN,
@@ -22,19 +22,21 @@ from consistency.entry.exact import (
 )
 
 EMBEDDED = "embedded"
-EXIT_CODES = {PROVEN: 0, REFUTED: 1, UNDECIDED: 2}
 
 
-def check_exact(engine: str, model: str, output: Path | None, as_json: bool, options: dict[str, Any]) -> int:
-    """Certify an engine; print and write the certificate, return the exit code."""
+def check_exact(
+    engine: str, model: str, output: Path | None, as_json: bool, options: dict[str, Any]
+) -> NoReturn:
+    """Certify an engine; print and write the certificate, end the command."""
     announce(f"sampling {options['num_tokens']:,} tokens of {engine}, and computing them again")
     certificate = certificate_of(engine, model, options)
     if output is not None:
         output.write_text(json.dumps(certificate.document(), indent=1) + "\n")
-    print_answer(certificate.document(), report_of(certificate), as_json)
+    shown = report_of(certificate)
+    print_answer(certificate.document(), shown, as_json)
     if output is not None and not as_json:
         note(f"certificate written to {output}")
-    return EXIT_CODES[certificate.verdict]
+    raise SystemExit(shown.exit_code)
 
 
 def certificate_of(engine: str, model: str, options: dict[str, Any]) -> Certificate:
@@ -66,27 +68,18 @@ def certificate_of(engine: str, model: str, options: dict[str, Any]) -> Certific
 def report_of(certificate: Certificate) -> Report:
     """Return the verdict, the checks, and the first difference."""
     software, total = certificate.engine["software"], f"{certificate.num_tokens:,}"
-    sentences: dict[str, tuple[str, Level]] = {
-        PROVEN: (
-            f"{total} tokens of the {software}, max |D| = 0: every log-prob equals the trainer's in every bit.",
-            "good",
-        ),
+    sentences = {
+        PROVEN: f"{total} tokens of the {software}, max |D| = 0: every log-prob equals the trainer's in every bit.",
         REFUTED: (
             f"{certificate.num_different:,} of {total} tokens of the {software} differ from the trainer's, by up to "
-            f"{format_number(certificate.max_abs)} nats.",
-            "bad",
+            f"{format_number(certificate.max_abs)} nats."
         ),
-        UNDECIDED: (
-            f"{total} tokens of the {software} equal the trainer's, and a check did not run.",
-            "unsure",
-        ),
+        UNDECIDED: f"{total} tokens of the {software} equal the trainer's, and a check did not run.",
     }
-    sentence, level = sentences[certificate.verdict]
     headings = ("check", "tokens>", "different>", "max |D|>", "cached>", "")
     table = Table(headings, [cells(check) for check in certificate.checks])
-    return Report(
-        certificate.verdict.capitalize(), sentence, level, [table, Facts(first_difference(certificate))]
-    )
+    verdict, first = certificate.verdict, Facts(first_difference(certificate))
+    return Report(verdict.capitalize(), sentences[verdict], tone_of(verdict), [table, first])
 
 
 def cells(check: Check) -> tuple[str, ...]:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from areal_debug.render import fail
-from areal_debug.report.model import Block, Facts, Level, Report, Row, Table
-from areal_debug.report.terminal import print_answer
+from areal_debug.report.model import Block, Facts, Report, Row, Table, tone_of
+from areal_debug.report.terminal import answer
 
 if TYPE_CHECKING:
     from consistency.layers.judge import LayersReport, SiteReport
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 NUM_ROWS, ROW_TOKENS, NEW_TOKENS = 8, 256, 32
 ENGINES = ("transformers", "embedded", "sglang", "vllm")
-EXIT_CODES = {"healthy": 0, "mismatch": 1, "inconclusive": 2}
-LEVELS: dict[str, Level] = {"healthy": "good", "mismatch": "bad", "inconclusive": "unsure"}
 
 WEIGHTS = "compare this layer's weights and biases on both sides: after an update, one tensor may be stale"
 NORM = "compare rms_norm_eps, the norm's weight, and whether the class multiplies by w or by 1 + w"
@@ -38,8 +36,8 @@ NEXT_STEPS = {
 
 def check_layers(
     record: Path | None, model: str | None, steps: Sequence[int], as_json: bool, options: dict[str, Any]
-) -> int:
-    """Compare an engine with the model by operator; print the report, return the exit code."""
+) -> NoReturn:
+    """Compare an engine with the model by operator; print the report, end the command."""
     kind, _, path = options["layers"].partition("=")
     if kind not in ENGINES:
         fail(
@@ -52,8 +50,7 @@ def check_layers(
     if model is None:
         fail("--layers needs --model PATH, the weights that the engine should have")
     report = compare(kind, path or model, model, record, options | {"steps": steps})
-    print_answer(document(report), report_of(report), as_json)
-    return EXIT_CODES[report.verdict]
+    answer(document(report), report_of(report), as_json)
 
 
 def compare(kind: str, path: str, model: str, record: Path | None, options: dict[str, Any]) -> "LayersReport":
@@ -169,7 +166,7 @@ def report_of(report: "LayersReport") -> Report:
     if report.only_reference:
         blocks.append(Facts([Row("not shown", f"by the engine: {', '.join(report.only_reference)}")]))
     blocks += [layers_table(report)] if report.sites else []
-    return Report(report.verdict.capitalize(), f"{sentence} ({measured})", LEVELS[report.verdict], blocks)
+    return Report(report.verdict.capitalize(), f"{sentence} ({measured})", tone_of(report.verdict), blocks)
 
 
 def rows_about(report: "LayersReport", first: "SiteReport") -> list[Row]:

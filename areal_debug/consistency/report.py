@@ -9,7 +9,18 @@ from typing import Any
 from areal_debug.render import count, format_number, sparkline
 from areal_debug.report.charts import bars, dots
 from areal_debug.report.links import view_command
-from areal_debug.report.model import Block, Curve, Facts, Finding, Level, Picture, Report, Row, Table
+from areal_debug.report.model import (
+    Block,
+    Curve,
+    Facts,
+    Finding,
+    Level,
+    Picture,
+    Report,
+    Row,
+    Table,
+    tone_of,
+)
 from consistency.case import Request
 from consistency.check import Checked
 from consistency.diagnose import is_accusation
@@ -19,7 +30,6 @@ from consistency.report import WorstToken, describe_worst
 from recorder import open_record
 from recorder.samples import token_texts
 
-LEVELS: dict[str, Level] = {"healthy": "good", "mismatch": "bad", "unknown": "unsure"}
 NUMBERS = {
     "mean_abs": "mean |D|",
     "p50_abs": "median |D|",
@@ -74,8 +84,7 @@ def report_of(checked: Checked, request: Request, source: dict[str, Any]) -> Rep
         blocks.append(Facts([Row("", name) for name in found.missing], "For a more precise answer, add"))
     blocks += [*cross_checks(checked), numbers(checked), *curves(checked)]
     blocks += [*worst_tokens(checked, request, source), *all_numbers(checked)]
-    verdict, level = found.verdict.capitalize(), LEVELS[found.verdict]
-    return Report(verdict, f"{name}. {summary}", level, blocks, notes)
+    return Report(found.verdict.capitalize(), f"{name}. {summary}", tone_of(found.verdict), blocks, notes)
 
 
 def left_out(checked: Checked) -> str:
@@ -210,7 +219,7 @@ def look_at(source: dict[str, Any], worst: Sequence[WorstToken]) -> list[str]:
     record, rows = open_record(source["record"]), list[tuple[int, int | None, int | None]]()
     for number in source["steps"]:
         step = record.step(number)
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             arrays, known = step.batch(rank, ["prompt_id", "sample_id"]), step.known(rank, "prompt_id")
             names = zip(arrays["prompt_id"].tolist(), arrays["sample_id"].tolist(), known, strict=True)
             rows += [
@@ -263,4 +272,4 @@ def report_over_time(found: OverTime) -> Report:
     ]
     blocks.append(Table(("mean |D| against", "slope>", "t>", "explained>", "values>"), cells))
     blocks.append(Facts([Row("unobserved", text, "dim") for text in found.unobserved]))
-    return Report(found.verdict.capitalize(), sentence, LEVELS[found.verdict], blocks)
+    return Report(found.verdict.capitalize(), sentence, tone_of(found.verdict), blocks)

@@ -50,7 +50,7 @@ def metrics_of(record: Record, damage: Damage) -> tuple[list[dict[str, Any]], tu
         with damage.left_out():
             step = record.step(number)
             row = {"step": number, **logged(step), **shown_by_rows(step)}
-            total += sum(step.num_rows(rank) for rank in range(step.manifest.num_ranks))
+            total += sum(step.num_rows(rank) for rank in step.ranks)
             unknown.update(step.num_unknown())
             rows.append(row)
     counts = ", ".join(f"{key} ({count} of {total} rows)" for key, count in unknown.items())
@@ -67,7 +67,7 @@ def logged(step: RecordedStep) -> Mapping[str, float]:
 
 def shown_by_rows(step: RecordedStep) -> dict[str, float]:
     """Compute the metrics of the rows of all ranks, without those that nothing is known for."""
-    columns = [columns_of(step, rank) for rank in range(step.manifest.num_ranks)]
+    columns = [columns_of(step, rank) for rank in step.ranks]
     joined = {name: np.concatenate([of_rank[name] for of_rank in columns]) for name in columns[0]}
     difference = joined["difference"][np.isfinite(joined["difference"])]
     alike = list(groups_alike(joined["prompt"], joined["reward"]))
@@ -134,7 +134,7 @@ def worst_place(step: RecordedStep, metric: str) -> tuple[int | None, int | None
     None for a metric of rows.
     """
     most, found = -np.inf, NOWHERE
-    for rank in range(step.manifest.num_ranks) if metric in EXTREMES else ():
+    for rank in step.ranks if metric in EXTREMES else ():
         column, size_of = EXTREMES[metric]
         values = size_of(columns_of(step, rank)[column])
         if not np.isfinite(values).any() or np.nanmax(values) <= most:

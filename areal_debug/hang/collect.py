@@ -1,6 +1,5 @@
 """`areal-debug hang` and `hang collect`: collect the stacks of ranks, to diagnose now or later."""
 
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -9,9 +8,10 @@ from pathlib import Path
 
 import click
 
-from areal_core.safety.durable import commit_file, commit_folder
+from areal_core.safety.durable import commit_file
+from areal_core.safety.scratch import unfinished_folder
 from areal_debug.cli import Verb, force_option, json_option
-from areal_debug.render import announce, count, errors_as_sentences, is_quiet, print_json, refuse_existing
+from areal_debug.render import announce, count, is_quiet, print_json, refuse_existing
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.pyspy import Options
@@ -61,7 +61,6 @@ LOOKS = 5
 @click.option("--namespace", default="", help="Namespace of the pods.")
 @click.option("--python", default="python3", show_default=True, help="Python on the hosts, 3.11 or newer.")
 @json_option
-@errors_as_sentences
 def collect(
     to: Path,
     force: bool,
@@ -182,16 +181,9 @@ def _into(to: Path, gather: Callable[[Path], Manifest], force: bool) -> Manifest
             manifest = gather(Path(folder))
             commit_file(to, pack(Path(folder)))
         return manifest
-    partial = to.with_name(to.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        manifest = gather(partial)
-        commit_folder(partial, to)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return manifest
+    with unfinished_folder(to) as folder:
+        folder.mkdir()
+        return gather(folder)
 
 
 def _summary(manifest: Manifest, to: Path) -> list[str]:

@@ -14,7 +14,7 @@ from hangdoctor.slow.live import who_is_slow
 from hangdoctor.slow.phases import PHASE_NAMES
 from hangdoctor.slow.sample import SECONDS
 
-LEVELS: dict[int, Level] = {0: "good", 1: "bad", 2: "unsure"}
+LEVELS: dict[str, Level] = {"no_rank_is_slow": "good", "inconclusive": "unsure"}  # else bad
 LEAST_SHOWN = 0.02
 
 
@@ -26,16 +26,12 @@ def show_slow(search: Search, seconds: float | None, as_json: bool) -> int:
     """
     announce(f"sampling the stacks of all ranks for {seconds or SECONDS:g} s")
     verdict = who_is_slow(search, seconds or SECONDS)
+    report = report_of(verdict)
     if as_json:
         click.echo(json.dumps(verdict.as_json(), indent=2))
-        return exit_status(verdict)
-    print_report(console(width=shutil.get_terminal_size((120, 40)).columns), report_of(verdict))
-    return exit_status(verdict)
-
-
-def exit_status(verdict: SlowVerdict) -> int:
-    """Return 0 if nothing is slow, 1 if a rank, an engine or a phase is, 2 where it is unknown."""
-    return {"no_rank_is_slow": 0, "inconclusive": 2}.get(verdict.label, 1)
+    else:
+        print_report(console(width=shutil.get_terminal_size((120, 40)).columns), report)
+    return report.exit_code
 
 
 def report_of(verdict: SlowVerdict) -> Report:
@@ -57,4 +53,4 @@ def report_of(verdict: SlowVerdict) -> Report:
     late = " late: of the moments in which most ranks wait, those in which this one does not."
     blocks.append(f"{verdict.num_rounds} rounds of stacks in {verdict.seconds:.0f} s.{late if rows else ''}")
     sentence = f"{verdict.summary} ({verdict.confidence} confidence)"
-    return Report(verdict.label, sentence, LEVELS[exit_status(verdict)], blocks)
+    return Report(verdict.label, sentence, LEVELS.get(verdict.label, "bad"), blocks)

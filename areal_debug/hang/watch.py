@@ -8,7 +8,7 @@ import click
 
 from areal_core.safety.durable import commit_file
 from areal_debug.cli import USUAL_UMASK, Verb, json_option, output_option
-from areal_debug.render import errors_as_sentences, is_quiet
+from areal_debug.render import is_quiet
 from areal_debug.waiting import leave_terminal
 from hangdoctor.model import Diagnosis
 
@@ -48,7 +48,6 @@ from hangdoctor.model import Diagnosis
     help="Action after a hang was diagnosed.",
 )
 @json_option
-@errors_as_sentences
 def watch(
     job: tuple[str, ...],
     pids: tuple[int, ...],

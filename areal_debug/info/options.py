@@ -11,21 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
-from areal_core.config import DPOConfig, PPOConfig, RWConfig, SFTConfig
 from areal_core.config.derived import FOLLOWS
+from areal_core.config.experiment import METHODS
 from areal_core.config.names import dataclass_in
 from areal_core.config.option import REQUIRED
 from areal_core.config.presets import shown
 from areal_debug.render import styled
 
-KINDS: dict[str, type] = {
-    "grpo": PPOConfig,
-    "ppo": PPOConfig,
-    "sft": SFTConfig,
-    "rw": RWConfig,
-    "dpo": DPOConfig,
-}
-
+KINDS = {"grpo": METHODS["ppo"]} | METHODS
 NARROWEST, WIDEST = 40, 80  # columns
 INDENT = "    "
 

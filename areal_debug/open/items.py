@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from areal_core.safety.received import read_received
 from areal_debug.open.find import Found, read_document
 from areal_debug.render import format_bytes, with_progress
-from areal_debug.report.frame import Frame, Link, tone_of
+from areal_debug.report.frame import Frame, Link
 from areal_debug.report.links import RecordPage
-from areal_debug.report.model import Facts, Report, Row
+from areal_debug.report.model import Facts, Report, Row, tone_of
 from areal_debug.report.page import write_report, write_template
 
 if TYPE_CHECKING:

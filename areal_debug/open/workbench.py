@@ -13,9 +13,9 @@ from urllib.parse import quote
 
 from areal_debug.open.find import Found
 from areal_debug.open.items import Item, examine
-from areal_debug.report.frame import Frame, Link, tone_of
+from areal_debug.report.frame import Frame, Link
 from areal_debug.report.links import RecordPage
-from areal_debug.report.model import Block, Facts, Finding, Report, Row
+from areal_debug.report.model import Block, Facts, Finding, Report, Row, tone_of
 from areal_debug.report.page import write_report
 
 # Titles of the kinds, in the order of the overview, and the name of a kind's page.

@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow
 from pyarrow import dataset
 
-from recorder.reader import Damage, Record, RecordedStep, read_manifest
+from recorder.reader import Damage, Record, RecordedStep, mean_reward, read_manifest
 from recorder.tables.arrow import array_of, batch_of, number_array, schema_of, type_of
-from recorder.tables.columns import Field, Layout, has_file, known_rows, layout_of, read_columns
+from recorder.tables.columns import Field, Layout, has_file, layout_of, read_columns
 from recorder.transcripts import Transcript, text_of, tool_uses
 
 KEPT_MANIFESTS = 20_000  # parsed step.json files of one rank each, about 200 MB
@@ -155,21 +155,13 @@ class Tables:
             "num_samples": sum(entry.num_rows for entry in batches),
             "num_tokens": sum(entry.num_tokens for entry in batches),
             "size_bytes": manifest.size_bytes,
-            "mean_reward": self.mean_reward(number) if "mean_reward" in names else None,
+            "mean_reward": mean_reward(self.step(number)) if "mean_reward" in names else None,
         }
         yield pyarrow.RecordBatch.from_pylist([row], STEPS)
 
-    def mean_reward(self, number: int) -> float | None:
-        """Return the mean of the rewards of a step that are known; None if none is."""
-        step, rewards = self.step(number), []
-        for rank in range(step.manifest.num_ranks):
-            values, known = step.batch(rank, ["rewards"])["rewards"], known_rows(step, rank, "rewards")
-            rewards += (values if known is None else values[known]).tolist()
-        return sum(rewards) / len(rewards) if rewards else None
-
     def read_samples(self, number: int, names: Collection[str]) -> Iterator[pyarrow.RecordBatch]:
         step = self.step(number)
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             yield batch_of(step, rank, self.layout, names)
 
     def schema_of_tokens(self) -> pyarrow.Schema:
@@ -187,7 +179,7 @@ class Tables:
         step, fields = self.step(number), self.token_fields
         schema = self.schema_of_tokens()
         chosen = [name for name in schema.names if name in names]
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             bounds = step.batch(rank, ["cu_seqlens"])["cu_seqlens"]
             sample = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
             read = {fields[name].name for name in chosen if name in fields}
@@ -214,7 +206,7 @@ class Tables:
         """
         step, rows = self.step(number), []
         first: dict[str, str] = {}
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             if not has_file(step, "outcome", rank, "json"):
                 continue
             outcome = step.outcome(rank)
@@ -261,7 +253,7 @@ class Tables:
     def transcripts(self, number: int) -> Iterator[tuple[dict[str, int], Transcript]]:
         """Yield each recorded episode of a step, and the columns that name it."""
         step = self.step(number)
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             for one in step.calls(rank) or ():
                 names = {"step": number, "rank": rank, "prompt_id": one.prompt_id, "episode": one.episode}
                 yield names, one

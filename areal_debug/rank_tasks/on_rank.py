@@ -11,6 +11,7 @@ of another task.
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -189,6 +190,27 @@ def run_preflight_steps(folder: str, num_steps: int, keep: Sequence[str], config
     return None
 
 
+def measure_parity_of_model(model: str, dtype: str, context: int, tensor: int) -> Report:
+    """Compare the log-probs that training computes for a model with those of its own forward."""
+    from transformers.utils import logging as transformers_logging
+
+    from areal_core.config import TrainEngineConfig
+    from areal_core.engine.parity import measure_parity, refuse_split_rows
+    from areal_core.engine.ranks import join_ranks, leave_ranks
+    from areal_core.trainer.build import shard_engine
+
+    transformers_logging.set_verbosity_error()
+    started = time.monotonic()
+    ranks = join_ranks(sequence_parallel=context, tensor_parallel=tensor)
+    engine = shard_engine(TrainEngineConfig(path=model, dtype=dtype), ranks)
+    loaded = time.monotonic()
+    parity = measure_parity(engine)
+    refuse_split_rows(engine, parity, model)
+    seconds = {"load_s": loaded - started, "check_s": time.monotonic() - loaded}
+    leave_ranks()
+    return parity.as_dict() | seconds
+
+
 def is_first_rank() -> bool:
     """Return whether this process is rank 0, also where no launcher has numbered the ranks."""
     return os.environ.get("RANK", "0") == "0"
@@ -202,6 +224,7 @@ TASKS: dict[str, Callable[..., Report]] = {
     "goto": go_to_step,  # areal-debug goto
     "weights": save_recorded_weights,  # the question of the engine
     "preflight": run_preflight_steps,  # areal-debug check run
+    "parity": measure_parity_of_model,  # areal-debug check model
     "cut": cut_one_step,  # areal-debug record cut
 }
 

@@ -4,10 +4,10 @@ import tomllib
 from pathlib import Path
 from typing import NoReturn
 
-from areal_debug.render import announce, console, print_json
+from areal_debug.render import announce
 from areal_debug.replay.ranks import refuse_damage, runner
 from areal_debug.report.model import Finding, Report, Row, rows_of
-from areal_debug.report.terminal import print_report
+from areal_debug.report.terminal import answer
 from recorder import Record
 from replayer.faulty import AFTER, BEFORE, FaultyReport, find_faulty
 from replayer.preconditions import (
@@ -36,11 +36,7 @@ def find(record: Record, first: int, last: int, model: str | None, num_ranks: in
             return run.replay(record, first, last, apart=number > 0, shift=number, num_ranks=num_ranks)
 
         report = find_faulty(record, replay, steps)
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        print_report(console(), report_of_faulty(report))
-    raise SystemExit(report.exit_code)
+    answer(report.to_dict(), report_of_faulty(report), as_json)
 
 
 def report_of_faulty(report: FaultyReport) -> Report:

@@ -94,17 +94,24 @@ def report_of_ranks(
 
     Ends the command with the ranks' exit code if they fail.
     """
+    shown = {QUIET: "1"} if quiet else {VERBOSE: "1"} if is_verbose() else {}
+    return reported(
+        lambda folder, env: ranks.run(list(task), num_ranks, env | shown, folder / "ranks.log"),
+        "its last step; see its output above",
+    )
+
+
+def reported(run: Callable[[Path, dict[str, str]], int], until: str) -> dict[str, Any]:
+    """Return the report of ranks that `run` starts, with a folder and the variable of their report.
+
+    Ends the command with their exit code if they fail: before `until`, a phrase.
+    """
     # Ctrl-C leaves ranks that may still write into it
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         report = Path(folder) / "report.json"
-        shown = {QUIET: "1"} if quiet else {VERBOSE: "1"} if is_verbose() else {}
-        environment = {REPORT_FILE: str(report)} | shown
-        code = ranks.run(list(task), num_ranks, environment, Path(folder) / "ranks.log")
+        code = run(Path(folder), {REPORT_FILE: str(report)})
         if code != 0 or not report.exists():
-            fail(
-                f"the replay ended with exit code {code} before its last step; see its output above",
-                min(code or 1, 2),
-            )
+            fail(f"the replay ended with exit code {code} before {until}", min(code or 1, 2))
         return read_report(report)
 
 

@@ -18,18 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from areal_core.safety.printable import printable
-from areal_debug.report.model import Level
-
-# The colour of a verdict by its first word; any other is neutral.
-TONES: dict[Level, set[str]] = {
-    "good": {"healthy", "identical", "passed", "verified", "not hung", "equal", "agree", "complete"},
-    "bad": {"problem", "error", "mismatch", "diverged", "hung", "damaged", "failed", "slow", "differs"},
-    "unsure": {
-        *("unknown", "warning", "inconclusive", "other", "not comparable", "unfinished", "not checked"),
-        "same weights, other numbers",
-    },
-}
-
+from areal_debug.report.model import tone_of
 
 NOTHING = "'none'"
 
@@ -51,7 +40,7 @@ class Frame:
         title: of the window, and of a tab.
         run: what the page is about: the name of a run, a record or a collection.
         kind: the verb that wrote it, such as "doctor".
-        verdict: one of the words of `TONES`, if the page has one.
+        verdict: one of the words of `model.TONES`, if the page has one.
         links: the pages of the same run, this one included; empty for a page on its own.
     """
 
@@ -130,11 +119,6 @@ def lead(verdict: str, heading: str, summary: str = "") -> str:
 def badge(verdict: str) -> str:
     """Return a verdict as a badge in its colour; nothing without one."""
     return f'<span class="badge {tone_of(verdict)}">{safe(verdict)}</span>' if verdict else ""
-
-
-def tone_of(verdict: str) -> Level:
-    """Return the class of a verdict's colour: `good`, `bad`, `unsure`, or "" for another text."""
-    return next((tone for tone, words in TONES.items() if verdict.lower() in words), "")
 
 
 def safe(text: str) -> str:

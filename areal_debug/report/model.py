@@ -11,6 +11,26 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Level = Literal["good", "bad", "unsure", "dim", ""]  # what a colour says
+# What a verdict says by its first word; any other is neutral.
+TONES: dict[Level, set[str]] = {
+    "good": {
+        *("healthy", "identical", "passed", "verified", "not hung", "equal", "agree", "complete"),
+        *("continues", "conforms", "proven", "sound"),
+    },
+    "bad": {
+        *("problem", "error", "mismatch", "diverged", "hung", "damaged", "failed", "slow", "differs"),
+        *("incomplete", "changed", "fails", "refuted"),
+    },
+    "unsure": {
+        *("unknown", "warning", "inconclusive", "other", "not comparable", "unfinished", "not checked"),
+        *("same weights, other numbers", "undecided"),
+    },
+}
+
+
+def tone_of(verdict: str) -> Level:
+    """Return what a verdict says: `good`, `bad`, `unsure`, or "" for another text."""
+    return next((tone for tone, words in TONES.items() if verdict.lower() in words), "")
 
 
 class Row(NamedTuple):
@@ -122,6 +142,11 @@ class Report:
     level: Level
     blocks: Sequence[Block] = ()
     notes: Sequence[str] = field(default=())
+
+    @property
+    def exit_code(self) -> int:
+        """Of a verb that judges: 0 healthy, 1 a problem was found, 2 inconclusive."""
+        return {"bad": 1, "unsure": 2}.get(self.level, 0)
 
 
 def rows_of(label: str, texts: Sequence[str], level: Level = "") -> list[Row]:

@@ -12,8 +12,8 @@ from markupsafe import Markup
 from areal_core.safety.durable import commit_file
 from areal_core.safety.printable import printable_block
 from areal_debug.report.charts import line
-from areal_debug.report.frame import Frame, badge, framed, hash_source, lead, tone_of
-from areal_debug.report.model import Block, Curve, Facts, Finding, Picture, Report, Styled, Table
+from areal_debug.report.frame import Frame, badge, framed, hash_source, lead
+from areal_debug.report.model import Block, Curve, Facts, Finding, Picture, Report, Styled, Table, tone_of
 
 STYLE_ELEMENT = re.compile(r"<style>(.*?)</style>", re.DOTALL)
 PACKAGE = Path(__file__).parents[1]  # templates are stored next to the verbs that fill them

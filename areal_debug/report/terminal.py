@@ -1,7 +1,7 @@
 """Show a report on a terminal, or in a pipe as plain text."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -20,6 +20,12 @@ def print_answer(document: Any, report: Report, as_json: bool) -> None:
         print_json(document)
     else:
         print_report(console(), report)
+
+
+def answer(document: Any, report: Report, as_json: bool) -> NoReturn:
+    """Print what a verb found, and end it with the exit code of its verdict."""
+    print_answer(document, report, as_json)
+    raise SystemExit(report.exit_code)
 
 
 def print_report(out: Console, report: Report) -> None:

@@ -8,14 +8,14 @@ never was. Where the data is read in another order than its own, only a whole pa
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from areal_debug.record.decode import load_decoder
-from areal_debug.report.model import Facts, Level, Report, Row, rows_of
+from areal_debug.report.model import Facts, Report, Row, rows_of, tone_of
 from areal_debug.reward.answers import question_of
 from areal_debug.reward.rescore import DataRows, row_texts
 from recorder import Record
@@ -75,7 +75,7 @@ def groups_of(record: Record, data: Sequence[dict[str, Any]]) -> list[Group]:
     found, known = [], dict[str, tuple[int, ...]]()
     for step in map(record.step, record.steps):
         sizes, prompts = Counter[int](), dict[int, str]()
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             numbers = step.batch(rank, ["prompt_id"])["prompt_id"]
             for one in row_texts(step, rank, decode, step.known(rank, "prompt_id").nonzero()[0].tolist()):
                 sizes[int(numbers[one.row])] += 1
@@ -245,21 +245,9 @@ def judge_shuffled(
     return [], [], [], []
 
 
-VERDICTS: dict[str, tuple[str, Level]] = {
-    "complete": ("Complete", "good"),
-    "incomplete": ("Incomplete", "bad"),
-    "unknown": ("Inconclusive", "unsure"),
-}
-
-
-def document_of(found: Coverage) -> dict[str, Any]:
-    """Return the report as JSON types."""
-    return asdict(found)
-
-
 def report_of(found: Coverage) -> Report:
     """Return the verdict, the findings and the counts."""
-    word, level = VERDICTS[found.verdict]
+    word = "Inconclusive" if found.verdict == "unknown" else found.verdict.capitalize()
     sentence = (
         found.findings[0] if found.findings else f"{found.num_groups} groups of {found.num_rows} rows of data"
     )
@@ -269,4 +257,4 @@ def report_of(found: Coverage) -> Report:
     ]
     rows += rows_of("note", found.notes, "unsure")
     refuted = "the trainer's own count of rows that it read, if it equals what was trained on"
-    return Report(word, sentence, level, [Facts([*rows, Row("refuted if", refuted, "dim")])])
+    return Report(word, sentence, tone_of(found.verdict), [Facts([*rows, Row("refuted if", refuted, "dim")])])

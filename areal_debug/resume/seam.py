@@ -25,7 +25,7 @@ from areal_debug.doctor.samples.read import Rows, read_rows
 from areal_debug.doctor.series import Floats, Series
 from areal_debug.doctor.sources.plain_files import UnreadableRun
 from areal_debug.render import count
-from areal_debug.report.model import Cell, Facts, Level, Report, Row, Table, rows_of
+from areal_debug.report.model import Cell, Facts, Level, Report, Row, Table, rows_of, tone_of
 from recorder.errors import StepNotRecorded
 from recorder.trainers.unpickle import load_pickle
 
@@ -383,7 +383,7 @@ def versions_of(side: Segment) -> Floats:
         return logged[0].finite.values if logged else np.zeros(0)
     newest = []
     for step in map(side.run.record.step, side.run.record.steps):
-        ranks = [rank for rank in range(step.manifest.num_ranks) if step.known(rank, "versions").all()]
+        ranks = [rank for rank in step.ranks if step.known(rank, "versions").all()]
         newest.append(
             max(
                 (int(step.batch(rank, ["versions"])["versions"].max(initial=-1)) for rank in ranks),
@@ -414,7 +414,7 @@ def kl_of(side: Segment) -> Floats:
     found = []
     for step in [] if side.run.record is None else map(side.run.record.step, side.run.record.steps):
         apart = []
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             try:
                 own = step.learning(rank, ["prox_logp", "ref_logp"])
             except (StepNotRecorded, KeyError):
@@ -563,11 +563,6 @@ JUDGES: dict[str, Callable[[Segment, Segment], Found | None]] = {
     "reward": judge_reward,
 }
 LEVELS: dict[str, Level] = {"changed": "bad", "continues": "good", "unobserved": "dim"}
-VERDICTS: dict[str, tuple[str, Level]] = {
-    "changed": ("Changed", "bad"),
-    "continues": ("Continues", "good"),
-    "unknown": ("Inconclusive", "unsure"),
-}
 
 
 def document_of(found: Seam) -> dict[str, Any]:
@@ -615,7 +610,7 @@ def report_of(found: Seam) -> Report:
     seam = f"between step {found.before.steps[-1]} and step {found.after.steps[0]}"
     observed = f"{count(len(found.states) - len(unseen), 'state')} that could be checked"
     titles = ", ".join(texts()[one.id]["title"] for one in changed)
-    word, level = VERDICTS[found.verdict]
+    word = "Inconclusive" if found.verdict == "unknown" else found.verdict.capitalize()
     options = options_changed(found.before, found.after)
     also = f", but options differ: {len(options)}" if options else ""
     cells = [
@@ -636,7 +631,7 @@ def report_of(found: Seam) -> Report:
     return Report(
         word,
         f"{titles}, {seam}" if changed else f"nothing changed in the {observed} {seam}{also}",
-        level,
+        tone_of(found.verdict),
         [Table(("state", "verdict", "before", "after"), cells), Facts(rows)],
         [f"{len(unseen)} of {len(found.states)} states could not be checked"] if unseen else [],
     )

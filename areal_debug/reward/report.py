@@ -3,23 +3,18 @@
 from areal_core.safety.printable import printable
 from areal_debug.render import format_number
 from areal_debug.report.links import view_command
-from areal_debug.report.model import Block, Cell, Facts, Level, Report, Row, Table, rows_of
+from areal_debug.report.model import Block, Cell, Facts, Level, Report, Row, Table, rows_of, tone_of
 from areal_debug.reward.probe import Finding, ProbeReport
 from areal_debug.reward.rescore import RescoreReport
 
 LONGEST_EXAMPLE = 70
 MOST_STEPS, MOST_ROWS = 20, 10
-VERDICTS: dict[str, tuple[str, Level]] = {
-    "problem": ("Pays for what is wrong", "bad"),
-    "sound": ("Sound", "good"),
-    "unknown": ("Inconclusive", "unsure"),
-}
+WORDS = {"problem": "Pays for what is wrong", "sound": "Sound", "unknown": "Inconclusive"}
 STEP_HEADINGS = ("step>", "samples>", "agree>", "false positives>", "false negatives>", "failed>")
 
 
 def report_of_probe(report: ProbeReport) -> Report:
     """Return the verdict, the table of kinds of answers, and the notes."""
-    word, level = VERDICTS[report.verdict]
     notes = [f"{report.num_calls} calls on {report.num_rows} rows of {report.data}"]
     if report.right is not None and report.wrong is not None:
         paid = (
@@ -29,7 +24,8 @@ def report_of_probe(report: ProbeReport) -> Report:
     headings = ("answer", "verdict", "paid>", "failed>", "mean>", "for example")
     table = Table(headings, [cells_of(found) for found in report.findings])
     blocks: list[Block] = [table, Facts(rows_of("note", report.notes, "unsure"))]
-    return Report(word, f"{report.function}: {report.sentence}", level, blocks, notes)
+    sentence = f"{report.function}: {report.sentence}"
+    return Report(WORDS[report.verdict], sentence, tone_of(report.verdict), blocks, notes)
 
 
 def cells_of(found: Finding) -> list[str | Cell]:

@@ -149,7 +149,7 @@ def rescore(
         scored = [
             row
             for step in map(record.step, steps)
-            for rank in range(step.manifest.num_ranks)
+            for rank in step.ranks
             for row in score_rank(step, rank, decode, rows_of, pool)
         ]
     return report_of(record, function, scored)

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from areal_debug.render import count, format_seconds
 from areal_debug.report.charts import Span, stacked, timeline
 from areal_debug.report.links import RecordPage
-from areal_debug.report.model import Block, Cell, Facts, Level, Picture, Report, Row, Table
+from areal_debug.report.model import Block, Cell, Facts, Picture, Report, Row, Table, tone_of
 from areal_debug.trace.read import Episode, RankStep, RunTrace
 from areal_debug.trace.steps import FEWEST_STEPS, OF_CRITIC, SLOW, Spread, StepTimes, TraceReport
 
@@ -18,7 +18,6 @@ MAX_LINES = 40  # on a terminal
 MOST_BARS = 500  # of the steps, evenly chosen: the slow ones are kept
 MOST_ROWS = 1000
 MOST_RANKS = 64
-LEVELS: dict[str, Level] = {"slow": "bad", "healthy": "good", "unknown": "unsure"}
 STYLE = Path(__file__).parent / "trace.css"
 # Heading of a stage, and what a step did in it.
 STAGES = {
@@ -53,7 +52,7 @@ def report_of(
         f"the complete trace, for ui.perfetto.dev or chrome://tracing: {trace.file}",
     ]
     word, sentence = verdict(report)
-    return Report(word, sentence, LEVELS[report.verdict], blocks, [trace.choice] if trace.choice else [])
+    return Report(word, sentence, tone_of(report.verdict), blocks, [trace.choice] if trace.choice else [])
 
 
 def verdict(report: TraceReport) -> tuple[str, str]:

@@ -71,22 +71,8 @@ def mistakes_as_sentences() -> Iterator[None]:
         if error.errno not in ADVICE:
             raise
         end(f"Error: {sentence_of(error)}", 1)  # another attempt may find a disk with space
-    except RewardFailed as error:
-        end(f"Error: {error}{notes_of(error)}", 1)
     except (
-        ConfigError,
-        DatasetError,
-        ImageError,
-        RewardError,
-        EngineError,
-        AgentError,
-        RecordError,
-        ReplayError,
-        ForeignOwner,
-        UnsafeName,
-    ) as error:
-        end(f"Error: {error}{notes_of(error)}", 2)
-    except (
+        RewardFailed,
         MiscomputedError,
         NonFiniteError,
         rollout.ServerDied,
@@ -101,6 +87,16 @@ def mistakes_as_sentences() -> Iterator[None]:
         rollout.UnsupportedSampling,
         rollout.PromptTooLong,
         rollout.MalformedEpisode,
+        ConfigError,
+        DatasetError,
+        ImageError,
+        RewardError,
+        EngineError,
+        AgentError,
+        RecordError,
+        ReplayError,
+        ForeignOwner,
+        UnsafeName,
     ) as error:
         end(f"Error: {error}{notes_of(error)}", 2)
     except (RuntimeError, MemoryError, ImportError) as error:

@@ -12,7 +12,8 @@ from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_core.config import DPOConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
+from areal_core.config import GRPOConfig, PPOConfig
+from areal_core.config.experiment import METHODS
 from areal_core.config.import_paths import replacements
 from areal_core.config.rules import ALL
 from areal_core.errors import ConfigError
@@ -23,13 +24,7 @@ logger = logging.getLogger(__name__)
 LOADERS = ("load_expr_config", "wire")
 
 OPTIONS = {"--dump-rollout": "dump_rollout_data", "--replay-rollout": "replay_rollout_data"}
-METHODS: dict[str, type[Any]] = {
-    "GRPOConfig": GRPOConfig,
-    "PPOConfig": PPOConfig,
-    "SFTConfig": SFTConfig,
-    "RWConfig": RWConfig,
-    "DPOConfig": DPOConfig,
-}
+CLASSES = {cls.__name__: cls for cls in METHODS.values()} | {"GRPOConfig": GRPOConfig}
 
 
 def options_of_script(text: str) -> type[Any] | None:
@@ -53,9 +48,9 @@ def options_of_script(text: str) -> type[Any] | None:
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
         ]
         wanted = next((last_name(base) for base in node.bases), None)
-    if wanted not in METHODS:
+    if wanted not in CLASSES:
         return None
-    method = METHODS[wanted]
+    method = CLASSES[wanted]
     if not own:
         return method
     return make_dataclass(
@@ -138,8 +133,7 @@ def method_of(tree: dict[str, Any]) -> type[Any]:
     kind = str(data.get("type", "")) if isinstance(data, dict) else ""
     if "model" in tree and "actor" not in tree:  # supervised methods, before 0.5.2
         kind = kind or "sft"
-    methods: dict[str, type[Any]] = {"sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}
-    return methods.get(kind, PPOConfig)
+    return METHODS.get(kind, PPOConfig)
 
 
 def check_imports(script: Path) -> None:

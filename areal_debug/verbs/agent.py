@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from areal_debug.cli import Verb, VerbGroup, json_option, model_option, overrides_argument
-from areal_debug.render import errors_as_sentences, fail
-from areal_debug.report.terminal import print_answer
+from areal_debug.render import fail
+from areal_debug.report.terminal import answer
 
 EXAMPLE = "examples/tool_agent.py:CalculatorAgent"
 
@@ -46,7 +46,6 @@ def engine_options(body: Callable[..., Any]) -> Callable[..., Any]:
 )
 @engine_options
 @click.option("--index", default=0, show_default=True, help="Row of the data.")
-@errors_as_sentences
 def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None:
     """Run one episode of AGENT; show every turn with its tokens, and the reward.
 
@@ -67,8 +66,7 @@ def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None
             report = run_one(workflow, engine, tested.engine_name, row, index)
         else:
             report = run_workflow(workflow, engine, tested.tokenizer, names, row, index)
-    print_answer(asdict(report), report_of_episode(report), as_json)
-    raise SystemExit(0 if report.error is None else 1)
+    answer(asdict(report), report_of_episode(report), as_json)
 
 
 @command.command(
@@ -81,7 +79,6 @@ def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None
 @click.option(
     "--group-size", default=8, show_default=True, type=click.IntRange(1), help="Samples per prompt."
 )
-@errors_as_sentences
 def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: bool, **choice: Any) -> None:
     """Run AGENT with the concurrency of training; report latencies, errors, and what blocks its
     event loop.
@@ -98,8 +95,7 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
     names = (tested.name, tested.engine_name)
     with tested.cleanup:
         report = run_stress(tested.workflow, tested.engine, names, rows, batch_size, group_size)
-    print_answer(asdict(report) | {"healthy": report.is_healthy}, report_of_stress(report), as_json)
-    raise SystemExit(0 if report.is_healthy else 1)
+    answer(asdict(report) | {"healthy": report.is_healthy}, report_of_stress(report), as_json)
 
 
 @command.command(
@@ -119,7 +115,6 @@ def stress(agent: str, data: str, batch_size: int, group_size: int, as_json: boo
 @model_option
 @click.option("--all", "show_all", is_flag=True, help="Continue after an episode that differs.")
 @json_option
-@errors_as_sentences
 def replay(
     episode: str,
     agent: str | None,
@@ -152,8 +147,7 @@ def replay(
         report = run_again(record, address, workflow, show_all)
     finally:
         workflow.close()
-    print_answer(asdict(report) | {"identical": not report.differences}, report_of_replay(report), as_json)
-    raise SystemExit(1 if report.differences else 0)
+    answer(asdict(report) | {"identical": not report.differences}, report_of_replay(report), as_json)
 
 
 def pick_row(data: str, index: int) -> dict[str, Any]:

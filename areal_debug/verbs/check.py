@@ -12,7 +12,6 @@ from areal_debug.cli import Verb, VerbGroup, json_option, nproc_option
 from areal_debug.render import (
     announce,
     count,
-    errors_as_sentences,
     fail,
     format_number,
     format_seconds,
@@ -63,7 +62,6 @@ def command() -> None:
 @click.option("--as-is", is_flag=True, help="Use this shell's environment, not the one that `train` sets.")
 @json_option
 @click.argument("inputs", nargs=-1, type=click.UNPROCESSED, metavar="[RECORD] [OPTION=VALUE]...")
-@errors_as_sentences
 def run(
     config_file: str,
     script: Path | None,
@@ -84,7 +82,7 @@ def run(
     Exit code 0: no problem, equal bits. 1: a problem, or different bits; then with the noise floor
     per parameter.
     """
-    from areal_debug.report.terminal import print_answer
+    from areal_debug.report.terminal import answer
     from recorder import open_record
     from replayer.preflight.settings import order_of_record
 
@@ -105,8 +103,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         report = repeat_steps(Path(folder), repeats)
     report = replace(report, findings=report.findings + of_record)
-    print_answer(report.to_dict(), determinism_report(report), as_json)
-    raise SystemExit(0 if report.identical and not report.problems else 1)
+    answer(report.to_dict(), determinism_report(report), as_json)
 
 
 def split_inputs(inputs: tuple[str, ...]) -> tuple[str | None, list[str]]:
@@ -245,7 +242,6 @@ def noise_cells(noise: "ParameterNoise") -> list[str]:
     help="Ranks of this machine that share the model: fsdp:d2, fsdp:c2, fsdp:t2.",
 )
 @json_option
-@errors_as_sentences
 def model(model: str, dtype: str, allocation: str, as_json: bool) -> None:
     """Compare the log-probs that training computes for a model with those of its own forward.
 
@@ -258,7 +254,7 @@ def model(model: str, dtype: str, allocation: str, as_json: bool) -> None:
     """
     from areal_core.config.allocation import parse_allocation
     from areal_debug.installation import require
-    from areal_debug.report.terminal import print_answer
+    from areal_debug.report.terminal import answer
 
     require("transformers")
     train = parse_allocation(allocation).train
@@ -267,22 +263,22 @@ def model(model: str, dtype: str, allocation: str, as_json: bool) -> None:
     sizes = {"context": train.context, "tensor": train.tensor}
     announce(f"checking {model} as {train}")
     report = measure_on_ranks(model, dtype, sizes, train.world_size)
-    print_answer(report | {"allocation": str(train)}, parity_report(model, str(train), report), as_json)
-    raise SystemExit(0 if report["is_equal"] else 1)
+    answer(report | {"allocation": str(train)}, parity_report(model, str(train), report), as_json)
 
 
 def measure_on_ranks(model: str, dtype: str, sizes: dict[str, int], num_ranks: int) -> dict[str, Any]:
-    """Run `areal_debug.train.parity_rank` and return the report of rank 0.
+    """Measure the parity of a model on ranks and return the report of rank 0.
 
     Ends the command with the ranks' exit code if they fail.
     """
     from areal_core.launch.torchrun import run_ranks
     from areal_debug.render import REPORT_FILE
+    from areal_debug.replay.ranks import task
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
-        arguments = ["-m", "areal_debug.train.parity_rank", model, dtype, *map(str, sizes.values())]
-        code = run_ranks(arguments, num_ranks, {REPORT_FILE: str(file)}, Path(folder), echo=not is_quiet())
+        asked = task("parity", model=model, dtype=dtype, **sizes)
+        code = run_ranks(asked, num_ranks, {REPORT_FILE: str(file)}, Path(folder), echo=not is_quiet())
         if code != 0 or not file.exists():
             if is_quiet():
                 print_log_end(Path(folder) / "trainer.log")

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.core import ParameterSource
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
-from areal_debug.render import announce, count, errors_as_sentences, fail, refuse_existing
+from areal_debug.render import announce, count, fail, refuse_existing
 from areal_debug.waiting import doing, tick
 
 if TYPE_CHECKING:
@@ -159,7 +159,6 @@ def refuse_gone(context: click.Context, option: click.Parameter, value: object) 
 @output_option("Also write the report as one HTML page; with --exact the certificate.")
 @force_option
 @json_option
-@errors_as_sentences
 def command(
     record: Path | None,
     engines: tuple[str, ...],
@@ -190,20 +189,20 @@ def command(
             fail(
                 "--over-time reads the steps of RECORD and prints its report: leave out --engine and --output"
             )
-        raise SystemExit(check_over_time(record, steps, as_json))
+        check_over_time(record, steps, as_json)
     if options["layers"]:
         from areal_debug.consistency.layers import check_layers
 
         if engines or output is not None:
             fail("--layers starts its engine and prints its report: leave out --engine and --output")
         model = model or (recorded_model(record) if record else None)
-        raise SystemExit(check_layers(record, model, steps, as_json, options))
+        check_layers(record, model, steps, as_json, options)
     if options["conform"]:
         from areal_debug.consistency.conform import check_conformance
 
         if len(engines) != 1 or model is None or record is not None or output is not None:
             fail("--conform needs --engine URL and --model FOLDER that it serves, and prints its report")
-        raise SystemExit(check_conformance(engines[0], model, as_json))
+        check_conformance(engines[0], model, as_json)
     if options["exact"]:
         from areal_debug.consistency.exact import check_exact
 
@@ -215,18 +214,17 @@ def command(
         given = click.get_current_context().get_parameter_source("max_new_tokens")
         if given is not ParameterSource.COMMANDLINE:
             options["max_new_tokens"] = EXACT_NEW_TOKENS
-        raise SystemExit(check_exact(engines[0], model, output, as_json, options))
+        check_exact(engines[0], model, output, as_json, options)
     if (record is None) == (not engines):
         fail("give either RECORD, or --engine URL with --prompts, to compare with the model")
-    if output is not None:
-        refuse_existing(output, force)
+    refuse_existing(output, force)
     if record is not None:
         checked, request, source = check_recorded(record, steps, model, options)
     else:
         checked, request, source = check_live(engines, model, options)
     from areal_debug.consistency.report import report_of
-    from areal_debug.report.terminal import print_answer
-    from consistency.report import EXIT_CODES, document
+    from areal_debug.report.terminal import answer
+    from consistency.report import document
 
     report = report_of(checked, request, source)
     if output is not None:
@@ -235,21 +233,18 @@ def command(
 
         run, verdict = str(source.get("record", "live engine")), checked.diagnosis.verdict
         write_report(output, report, Frame(report.sentence, run, "consistency", verdict))
-    print_answer({"model": request.model} | source | document(checked), report, as_json)
-    raise SystemExit(EXIT_CODES[checked.diagnosis.verdict])
+    answer({"model": request.model} | source | document(checked), report, as_json)
 
 
-def check_over_time(path: Path, steps: tuple[int, ...], as_json: bool) -> int:
-    """Report how the gap moves over a record, and return the exit code."""
+def check_over_time(path: Path, steps: tuple[int, ...], as_json: bool) -> NoReturn:
+    """Report how the gap moves over a record; ends the command."""
     from areal_debug.consistency.report import report_over_time
-    from areal_debug.report.terminal import print_answer
+    from areal_debug.report.terminal import answer
     from consistency.over_time import document, examine
-    from consistency.report import EXIT_CODES
     from recorder import open_record
 
     found = examine(open_record(path), steps or None)
-    print_answer({"record": str(path)} | document(found), report_over_time(found), as_json)
-    return EXIT_CODES[found.verdict]
+    answer({"record": str(path)} | document(found), report_over_time(found), as_json)
 
 
 def recorded_model(record: Path) -> str | None:

@@ -1,23 +1,18 @@
 """`areal-debug crosscheck`: recompute a recorded step by a float64 twin, TRL's and verl's code."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from areal_debug.cli import Verb, json_option, step_option
-from areal_debug.render import announce, console, errors_as_sentences, print_json
-from areal_debug.report.model import Block, Facts, Level, Report, Row, Table, rows_of
+from areal_debug.render import announce
+from areal_debug.report.model import Block, Facts, Report, Row, Table, rows_of, tone_of
 
 if TYPE_CHECKING:
     from replayer.crosscheck.opinions import Crosscheck, RowDifference, StageOpinion
 
 SHOWN_ROWS = 5
-VERDICTS: dict[str, tuple[str, Level]] = {
-    "equal": ("Equal", "good"),
-    "differs": ("Different", "bad"),
-    "not checked": ("Not checked", "unsure"),
-}
-EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
+WORDS = {"equal": "Equal", "differs": "Different", "not checked": "Not checked"}
 
 
 @click.command(
@@ -43,7 +38,6 @@ EXIT_CODES = {"equal": 0, "differs": 1, "not checked": 2}
     help="The same rows trained in another layout: ranks, accumulation, micro-batches; name the factor between them.",
 )
 @json_option
-@errors_as_sentences
 def command(
     record: str,
     opinions: str,
@@ -58,39 +52,30 @@ def command(
     Exit code 0: equal within the rounding of float32. 1: they differ. 2: nothing could be checked.
     """
     announce(f"recomputing {'the first step' if step is None else f'step {step}'} of {record}")
-    from areal_debug.report.terminal import print_answer
+    from areal_debug.report.terminal import answer
     from replayer.crosscheck.opinions import crosscheck, parse_opinions  # imports torch
     from replayer.crosscheck.step_rows import read_confined
 
     if layout is not None:
-        raise SystemExit(compare(record, layout, step, as_json))
+        compare(record, layout, step, as_json)
     names = parse_opinions(opinions)
     report = crosscheck(read_confined(record, step, model), names, model)
-    print_answer(report.to_dict(), report_of(report), as_json)
-    raise SystemExit(EXIT_CODES[report.verdict])
+    answer(report.to_dict(), report_of(report), as_json)
 
 
-def compare(record: str, layout: str, step: int | None, as_json: bool) -> int:
-    """Report whether a step depends on its layout, and return the exit code."""
-    from areal_debug.report.terminal import print_report
+def compare(record: str, layout: str, step: int | None, as_json: bool) -> NoReturn:
+    """Report whether a step depends on its layout; ends the command."""
+    from areal_debug.report.terminal import answer
     from replayer.crosscheck.layouts import compare_layouts
     from replayer.crosscheck.step_rows import read_confined
 
     found = compare_layouts(read_confined(record, step), read_confined(layout, step))
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        word, level = VERDICTS[found.verdict]
-        cells = [
-            [d.what, f"{d.one:.6g}", f"{d.other:.6g}", f"{d.ratio:.4g}", d.named] for d in found.differences
-        ]
-        rows = [
-            Row("layout", f"{name}: {one:g} and {other:g}") for name, (one, other) in found.layouts.items()
-        ]
-        rows.append(Row("compared", ", ".join(found.compared)))
-        blocks: list[Block] = [Table(("what", "first>", "second>", "ratio>", "factor"), cells), Facts(rows)]
-        print_report(console(), Report(word, found.sentence, level, blocks))
-    return EXIT_CODES[found.verdict]
+    cells = [[d.what, f"{d.one:.6g}", f"{d.other:.6g}", f"{d.ratio:.4g}", d.named] for d in found.differences]
+    rows = [Row("layout", f"{name}: {one:g} and {other:g}") for name, (one, other) in found.layouts.items()]
+    rows.append(Row("compared", ", ".join(found.compared)))
+    blocks: list[Block] = [Table(("what", "first>", "second>", "ratio>", "factor"), cells), Facts(rows)]
+    report = Report(WORDS[found.verdict], found.sentence, tone_of(found.verdict), blocks)
+    answer(found.to_dict(), report, as_json)
 
 
 def report_of(report: "Crosscheck") -> Report:
@@ -113,12 +98,12 @@ def report_of(report: "Crosscheck") -> Report:
         sentence = f"{', '.join(equal)} of step {report.step}, within the rounding of float32{rest}."
     else:
         sentence = f"nothing of step {report.step} could be recomputed."
-    word, level = VERDICTS[report.verdict]
     stages = [
         Facts([row for stage in opinion.stages for row in rows_of_stage(stage)], opinion.name)
         for opinion in report.opinions
     ]
-    return Report(word, sentence, level, [Facts(rows), *stages, Facts(rows_of("note", report.notes))])
+    blocks = [Facts(rows), *stages, Facts(rows_of("note", report.notes))]
+    return Report(WORDS[report.verdict], sentence, tone_of(report.verdict), blocks)
 
 
 def line_of_row(row: "RowDifference") -> str:
@@ -132,7 +117,7 @@ def line_of_row(row: "RowDifference") -> str:
 
 def rows_of_stage(stage: "StageOpinion") -> list[Row]:
     facts = [fact for fact in (stage.what, stage.option, stage.reason) if fact is not None]
-    level = VERDICTS[stage.verdict][1] if stage.verdict != "not checked" else "dim"
+    level = tone_of(stage.verdict) if stage.verdict != "not checked" else "dim"
     rows = [Row(stage.stage, f"{stage.verdict:<12}{': '.join(facts)}".rstrip(), level)]
     if stage.verdict == "differs" and stage.recorded is not None:
         values = f"{stage.recorded:.9g} in the record, {stage.recomputed:.9g} recomputed"

@@ -12,15 +12,7 @@ import click
 from rich.console import Console
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
-from areal_debug.render import (
-    console,
-    errors_as_sentences,
-    fail,
-    is_quiet,
-    refuse_existing,
-    sparkline,
-    styled,
-)
+from areal_debug.render import console, fail, is_quiet, print_log_end, refuse_existing, sparkline, styled
 from areal_debug.waiting import doing, tick
 
 if TYPE_CHECKING:
@@ -37,7 +29,6 @@ OUTPUTS = {"runs", "logs", "model-untrained", "model", "record"}
 @click.option("--nproc", type=click.IntRange(min=1), default=2, show_default=True, help="FSDP2 ranks.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Seed of all random numbers.")
 @json_option
-@errors_as_sentences
 def command(output: Path | None, force: bool, steps: int, nproc: int, seed: int, as_json: bool) -> None:
     """Fine-tune a tiny model to add, train it by GRPO with every step recorded, and replay the
     record bit for bit.
@@ -138,15 +129,8 @@ def run_bar(
             ended.set()
             follower.join()
     if code != 0:
-        fail(
-            "\n".join(
-                [
-                    f"{title} ended with exit code {code}; the end of {log}:",
-                    *log.read_text().splitlines()[-15:],
-                ]
-            ),
-            code,
-        )
+        print_log_end(log)
+        fail(f"{title} ended with exit code {code}; the end of {log} is above", code)
     out.print(styled("   {}: {} steps", title, count_steps(output, trial)))
 
 

@@ -8,15 +8,7 @@ import click
 
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.render import (
-    announce,
-    console,
-    end_if_damaged,
-    errors_as_sentences,
-    fail,
-    note,
-    refuse_existing,
-)
+from areal_debug.render import announce, console, end_if_damaged, fail, note, refuse_existing
 from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
@@ -59,7 +51,6 @@ def hook_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--pid", type=int, help="With --follow: the run's launcher; following ends with it.")
 @hook_options
 @json_option
-@errors_as_sentences
 def command(
     run: Path,
     name: str | None,

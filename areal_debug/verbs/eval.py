@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from areal_debug.cli import Verb, json_option, overrides_argument, script_argument, script_config_option
-from areal_debug.render import announce, errors_as_sentences, fail, hidden_output, is_quiet, print_log_end
+from areal_debug.render import announce, fail, hidden_output, is_quiet, print_log_end
 
 if TYPE_CHECKING:
     from areal_core.config import PPOConfig
@@ -75,7 +75,6 @@ TRAINERS = ("PPOTrainer", "SFTTrainer", "RWTrainer", "DPOTrainer")
 )  # fmt: skip
 @json_option
 @overrides_argument
-@errors_as_sentences
 def command(
     script: str,
     config_file: str | None,

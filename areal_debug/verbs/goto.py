@@ -1,6 +1,5 @@
 """`areal-debug goto`: open a shell or debugger at any step of a recorded run."""
 
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,15 +16,7 @@ from areal_debug.cli import (
     step_option,
 )
 from areal_debug.goto.report import GotoOptions
-from areal_debug.render import (
-    announce,
-    console,
-    errors_as_sentences,
-    fail,
-    is_quiet,
-    print_json,
-    refuse_existing,
-)
+from areal_debug.render import announce, console, is_quiet, print_json, refuse_existing
 from areal_debug.waiting import leave_terminal
 
 STAGES = ("batch", "advantages", "loss", "backward", "optimizer")
@@ -47,7 +38,6 @@ STAGES = ("batch", "advantages", "loss", "backward", "optimizer")
 @nproc_option
 @click.option("--keep-going", is_flag=True, help="Continue after a step that differs from its record.")
 @json_option
-@errors_as_sentences
 def command(
     record: str,
     step: int | None,
@@ -84,8 +74,7 @@ def command(
     )
 
     do = check_action(shell, with_pdb, stage, as_json)
-    if output is not None:
-        refuse_existing(output, force)
+    refuse_existing(output, force)
     opened = open_record(record)
     check_recorded_results(opened, "goto")
     size = opened.header.world_size
@@ -129,16 +118,11 @@ def run_attached(asked: list[str], num_ranks: int) -> dict[str, object]:
 
     A failure ends the command with their exit code.
     """
-    from areal_debug.render import REPORT_FILE, read_report
-    from areal_debug.replay.ranks import replay_ranks
+    from areal_debug.replay.ranks import replay_ranks, reported
 
-    with tempfile.TemporaryDirectory() as folder, replay_ranks(attached=True) as ranks:
-        report = Path(folder) / "report.json"
+    with replay_ranks(attached=True) as ranks:
         leave_terminal(keeps_line=True)  # to the ranks
-        code = ranks.run_attached(asked, num_ranks, {REPORT_FILE: str(report)})
-        if code != 0 or not report.exists():
-            fail(
-                f"the replay ended with exit code {code} before it reached the step; its output is above",
-                min(code or 1, 2),
-            )
-        return read_report(report)
+        return reported(
+            lambda folder, env: ranks.run_attached(asked, num_ranks, env),
+            "it reached the step; its output is above",
+        )

@@ -11,7 +11,7 @@ import click
 
 from areal_debug.cli import Verb, VerbGroup, force_option, json_option, output_option, sample_option
 from areal_debug.confined import reads_untrusted
-from areal_debug.render import errors_as_sentences, fail, print_json, refuse_existing
+from areal_debug.render import fail, print_json, refuse_existing
 
 MAX_PASTED_BYTES = 256 << 20
 
@@ -52,7 +52,6 @@ def spools_standard_input(verb: Callable[..., None]) -> Callable[..., None]:
 @sample_option
 @json_option
 @click.pass_context
-@errors_as_sentences
 def command(
     ctx: click.Context,
     pids: tuple[int, ...],
@@ -102,7 +101,6 @@ def command(
 @json_option
 @spools_standard_input
 @reads_untrusted("paths", outputs="output")
-@errors_as_sentences
 def diagnose(
     paths: tuple[Path, ...],
     world_size: int | None,
@@ -122,8 +120,7 @@ def diagnose(
     from hangdoctor.diagnose import diagnose as diagnose_snapshot
     from hangdoctor.parse.read import read_snapshot
 
-    if output is not None:
-        refuse_existing(output, force)
+    refuse_existing(output, force)
     try:
         snapshot = read_snapshot(paths, world_size)
     except OSError as error:
@@ -138,7 +135,6 @@ def diagnose(
 )
 @click.argument("label", required=False)
 @json_option
-@errors_as_sentences
 def explain(label: str | None, as_json: bool) -> None:
     """Explain the pattern behind a LABEL of a diagnosis; without one, list all labels."""
     from hangdoctor.rules.order import explain as lesson

@@ -8,7 +8,7 @@ import click
 
 from areal_debug.cli import Verb, VerbGroup, force_option, json_option
 from areal_debug.installation import EXAMPLES
-from areal_debug.render import console, errors_as_sentences, print_json, refuse_existing, styled
+from areal_debug.render import console, print_json, refuse_existing, styled
 from areal_debug.skills import FOLDER, shipped_skills
 
 KINDS = ("grpo", "ppo", "sft", "rw", "dpo")
@@ -25,7 +25,6 @@ to_option = click.option(
 )
 @json_option
 @click.pass_context
-@errors_as_sentences
 def command(ctx: click.Context, as_json: bool) -> None:
     """List versions, devices, engines, schedulers and permissions, and which verbs work here.
 
@@ -38,11 +37,10 @@ def command(ctx: click.Context, as_json: bool) -> None:
         return
     from areal_debug.info.report import report_of
     from areal_debug.info.summary import collect_info
-    from areal_debug.report.terminal import print_answer
+    from areal_debug.report.terminal import answer
 
     info = collect_info()
-    print_answer(asdict(info), report_of(info), as_json)
-    raise SystemExit(1 if info.problems else 0)
+    answer(asdict(info), report_of(info), as_json)
 
 
 @command.command(
@@ -59,7 +57,6 @@ def command(ctx: click.Context, as_json: bool) -> None:
     help="Method whose options to list.",
 )
 @json_option
-@errors_as_sentences
 def options(search: str, kind: str, as_json: bool) -> None:
     """List options with their type, default, limits and help.
 
@@ -87,7 +84,6 @@ def options(search: str, kind: str, as_json: bool) -> None:
 @to_option
 @force_option
 @json_option
-@errors_as_sentences
 def skills(names: tuple[str, ...], folder: Path | None, force: bool, as_json: bool) -> None:
     """List the skills, print those that are named, or copy them to where an assistant reads them.
 
@@ -121,7 +117,6 @@ def skills(names: tuple[str, ...], folder: Path | None, force: bool, as_json: bo
 @to_option
 @force_option
 @json_option
-@errors_as_sentences
 def examples(folder: Path | None, force: bool, as_json: bool) -> None:
     """Copy the example scripts, YAML files and data that the pages name; by default to ./examples."""
     refuse_existing(target := folder or Path("examples"), force)

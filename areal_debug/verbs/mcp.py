@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from areal_debug.cli import Verb, json_option
-from areal_debug.render import console, errors_as_sentences, print_json, styled
+from areal_debug.render import console, print_json, styled
 from areal_debug.waiting import leave_terminal
 
 
@@ -33,7 +33,6 @@ from areal_debug.waiting import leave_terminal
 )
 @click.option("--port", type=click.IntRange(0, 65535), help="Port of --http; by default any free one.")
 @json_option
-@errors_as_sentences
 def command(roots: tuple[Path, ...], allow_run: bool, http: bool, port: int | None, as_json: bool) -> None:
     """Serve the Model Context Protocol: tools that answer a coding agent's questions about hangs,
     learning, log-probs and records, with a verdict and the next calls.

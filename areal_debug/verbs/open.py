@@ -18,7 +18,6 @@ from areal_debug.render import (
     console,
     count,
     end_if_damaged,
-    errors_as_sentences,
     fail,
     format_bytes,
     print_json,
@@ -95,7 +94,6 @@ def parsed_at(context: click.Context, option: click.Parameter, text: str | None)
     "--port", type=click.IntRange(0, 65535), default=0, help="Port of the server; by default any free one."
 )
 @json_option
-@errors_as_sentences
 def command(
     path: Path | None,
     sample: bool,
@@ -150,8 +148,6 @@ def open_run(run: Path, output: Path | None, force: bool, port: int, as_json: bo
     if output is not None:
         refuse_existing(output, force)
         refuse_inside(run, output)
-    if not run.exists():
-        fail(f"{run} does not exist: give the folder of a run, or a record")
     if output is None and not as_json:
         from areal_debug.open.served import serve_workbench
 
@@ -169,7 +165,6 @@ def refuse_inside(run: Path, output: Path) -> None:
 
 
 @reads_untrusted("run", outputs="places", reads=ANYWHERE, cpu_s=CPU_S)
-@errors_as_sentences
 def write(run: Path, output: Path | None, places: Sequence[Path], as_json: bool) -> None:
     """Read the run, and write or list what was found, in a confined child.
 
@@ -192,8 +187,7 @@ def write(run: Path, output: Path | None, places: Sequence[Path], as_json: bool)
 
 def show_found(run: Path, items: "Sequence[Item]", output: Path | None, note: str, as_json: bool) -> None:
     from areal_debug.open.workbench import worst_verdict
-    from areal_debug.report.frame import tone_of
-    from areal_debug.report.model import Cell, Report, Table
+    from areal_debug.report.model import Cell, Report, Table, tone_of
     from areal_debug.report.terminal import print_report
 
     verdict = worst_verdict(items)
@@ -226,7 +220,6 @@ def document_of(item: "Item") -> dict[str, object]:
 
 
 @reads_untrusted("record", "other", outputs="output", reads=ANYWHERE)
-@errors_as_sentences
 def write_view(
     record: Path, other: Path | None, asked: Asked, output: Path | None, force: bool, as_json: bool
 ) -> None:

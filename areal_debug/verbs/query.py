@@ -10,15 +10,7 @@ import click
 from areal_debug.cli import Verb, force_option, json_option, output_option
 from areal_debug.confined import describes_limits, reads_untrusted
 from areal_debug.query import render
-from areal_debug.render import (
-    announce,
-    console,
-    end_if_damaged,
-    errors_as_sentences,
-    print_json,
-    refuse_existing,
-    styled,
-)
+from areal_debug.render import announce, console, end_if_damaged, print_json, refuse_existing, styled
 from areal_debug.report.terminal import print_report
 
 if TYPE_CHECKING:
@@ -51,7 +43,6 @@ SHARE_OF_MEMORY = 0.6  # for the database; Python, Arrow and the tensors that ar
 @force_option
 @json_option
 @describes_limits(CPU_S)
-@errors_as_sentences
 def command(
     words: tuple[str, ...],
     shows_schema: bool,
@@ -76,7 +67,6 @@ def command(
 
 
 @reads_untrusted("record", outputs="output", cpu_s=CPU_S)
-@errors_as_sentences
 def ask(
     record: Path, sql: str | None, limit: int | None, as_csv: bool, output: Path | None, as_json: bool
 ) -> None:

@@ -20,15 +20,7 @@ from areal_debug.record.report import (
     report_of_listing,
     report_of_verification,
 )
-from areal_debug.render import (
-    console,
-    end_if_damaged,
-    errors_as_sentences,
-    fail,
-    print_json,
-    styled,
-    with_progress,
-)
+from areal_debug.render import console, end_if_damaged, fail, print_json, styled, with_progress
 from areal_debug.report.terminal import print_report
 
 if TYPE_CHECKING:
@@ -70,7 +62,6 @@ records_argument = click.argument(
 )
 @json_option
 @reads_untrusted("record")
-@errors_as_sentences
 def ls(record: Path, all_steps: bool, as_json: bool) -> None:
     """List the run and its steps."""
     from recorder import open_record
@@ -112,7 +103,6 @@ def ls(record: Path, all_steps: bool, as_json: bool) -> None:
 @click.option("--in-full", is_flag=True, help="Show long messages of agents to their end.")
 @json_option
 @reads_untrusted("record", reads=ANYWHERE)
-@errors_as_sentences
 def show(
     record: Path,
     step: int | None,
@@ -165,7 +155,6 @@ def show(
 @records_argument
 @json_option
 @reads_untrusted("records")
-@errors_as_sentences
 def verify(records: tuple[Path, ...], as_json: bool) -> None:
     """Check every byte, and that the files of all steps agree. Exit code 1: a file or tensor is
     damaged, missing, foreign or contradicts another. 2: a record has no step.
@@ -201,11 +190,10 @@ def select_samples(
     from recorder.samples import read_samples, rows_of_prompt
 
     if prompt_id is not None:
-        ranks = range(step.manifest.num_ranks)
-        chosen = {rank: rows_of_prompt(step, rank, prompt_id) for rank in ranks}
+        chosen = {rank: rows_of_prompt(step, rank, prompt_id) for rank in step.ranks}
         if not any(chosen.values()):
             raise StepNotRecorded(
                 f"step {step.manifest.step} has no row with prompt_id {prompt_id}: try another step"
             )
-        return [sample for rank in ranks for sample in read_samples(step, rank, chosen[rank], decode)]
+        return [sample for rank in step.ranks for sample in read_samples(step, rank, chosen[rank], decode)]
     return read_samples(step, rank, [row or 0], decode)

@@ -12,7 +12,6 @@ from areal_debug.confined import CPU_S, describes_limits
 from areal_debug.render import (
     console,
     end_if_damaged,
-    errors_as_sentences,
     format_bytes,
     note,
     print_json,
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 @force_option
 @json_option
 @describes_limits(CPU_S)
-@errors_as_sentences
 def archive(
     record: Path,
     destination: str,
@@ -79,7 +77,6 @@ def archive(
 @force_option
 @json_option
 @describes_limits(CPU_S)
-@errors_as_sentences
 def extract(archive: Path, destination: Path, force: bool, as_json: bool) -> None:
     """Write the files of an archive into a folder, bit for bit as they were recorded."""
     from areal_debug.train.script_options import check_for_record

@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from areal_debug.cli import Verb, code_option, force_option, json_option, model_option
-from areal_debug.render import (
-    QUIET,
-    REPORT_FILE,
-    announce,
-    count,
-    errors_as_sentences,
-    format_bytes,
-    is_quiet,
-    note,
-    read_report,
-)
+from areal_debug.render import QUIET, REPORT_FILE, announce, count, format_bytes, is_quiet, note, read_report
 from areal_debug.replay.report import numbers_of
 from areal_debug.report.model import Level, Report
 from areal_debug.report.terminal import print_answer
@@ -49,7 +39,6 @@ if TYPE_CHECKING:
 @code_option
 @force_option
 @json_option
-@errors_as_sentences
 def cut(
     record: str,
     step: int,

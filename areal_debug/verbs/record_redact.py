@@ -9,15 +9,7 @@ import click
 
 from areal_debug.cli import Verb, json_option, skip_damaged_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.render import (
-    console,
-    count,
-    end_if_damaged,
-    errors_as_sentences,
-    print_json,
-    styled,
-    with_progress,
-)
+from areal_debug.render import console, count, end_if_damaged, print_json, styled, with_progress
 
 if TYPE_CHECKING:
     from recorder.redact import Redacted
@@ -55,7 +47,6 @@ def compiled(
 @skip_damaged_option
 @json_option
 @reads_untrusted("record", outputs="destination", reads=ANYWHERE)
-@errors_as_sentences
 def redact(
     record: Path,
     destination: Path,

@@ -1,12 +1,13 @@
 """`areal-debug record seam` and `coverage`: what a resume changed, what was trained on."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from areal_debug.cli import Verb, json_option
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.render import end_if_damaged, errors_as_sentences
+from areal_debug.render import end_if_damaged
 
 
 @click.command(
@@ -17,7 +18,6 @@ from areal_debug.render import end_if_damaged, errors_as_sentences
 @click.argument("record", type=click.Path(path_type=Path))
 @click.argument("data")
 @json_option
-@errors_as_sentences
 def coverage(record: Path, data: str, as_json: bool) -> None:
     """Compare the prompts of RECORD with the rows of DATA, a JSONL file or dataset in the order in
     which the run read it: rows lost on the way, rows trained on twice, groups of another size.
@@ -26,13 +26,12 @@ def coverage(record: Path, data: str, as_json: bool) -> None:
     incomplete. 2: the order of the data is not known.
     """
     from areal_core.data import rows_of
-    from areal_debug.report.terminal import print_answer
-    from areal_debug.resume.coverage import coverage_of, document_of, report_of
+    from areal_debug.report.terminal import answer
+    from areal_debug.resume.coverage import coverage_of, report_of
     from recorder import open_record
 
     found = coverage_of(open_record(record), rows_of(data))
-    print_answer(document_of(found), report_of(found), as_json)
-    raise SystemExit({"complete": 0, "incomplete": 1, "unknown": 2}[found.verdict])
+    answer(asdict(found), report_of(found), as_json)
 
 
 @click.command(
@@ -45,7 +44,6 @@ def coverage(record: Path, data: str, as_json: bool) -> None:
 @click.option("--at", type=int, metavar="STEP", help="Where A alone resumed: the first step after it.")
 @json_option
 @reads_untrusted("before", "after", reads=ANYWHERE)
-@errors_as_sentences
 def seam(before: Path, after: Path | None, at: int | None, as_json: bool) -> None:
     """Compare the end of A with the beginning of B, the same run after a resume.
 
@@ -69,6 +67,7 @@ def seam(before: Path, after: Path | None, at: int | None, as_json: bool) -> Non
         else cut(whole, place_of_seam(whole) if at is None else at)
     )
     found = judge_seam(*sides)
-    print_answer(document_of(found), report_of(found), as_json)
+    report = report_of(found)
+    print_answer(document_of(found), report, as_json)
     end_if_damaged(sides[0].run.damage.found | sides[1].run.damage.found)
-    raise SystemExit({"continues": 0, "changed": 1, "unknown": 2}[found.verdict])
+    raise SystemExit(report.exit_code)

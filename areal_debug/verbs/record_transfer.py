@@ -16,7 +16,7 @@ from areal_debug.cli import (
     step_option,
 )
 from areal_debug.confined import CPU_S, describes_limits, reads_untrusted
-from areal_debug.render import announce, end_if_damaged, errors_as_sentences
+from areal_debug.render import announce, end_if_damaged
 from areal_debug.report.model import Report
 from areal_debug.report.terminal import print_answer
 
@@ -45,7 +45,6 @@ OF_TORCH = ("pt", "slime")
 @json_option
 @overrides_argument
 @describes_limits(CPU_S)
-@errors_as_sentences
 def import_record(
     source: Path,
     format_name: str | None,
@@ -123,40 +122,18 @@ def report_of_import(imported: "Imported", destination: Path) -> Report:
 @force_option
 @json_option
 @describes_limits(CPU_S)
-@errors_as_sentences
-def export(
-    record: Path,
-    format_name: str,
-    destination: Path,
-    images: str,
-    step: int | None,
-    skip_damaged: bool,
-    force: bool,
-    as_json: bool,
-) -> None:
+def export(format_name: str, **options: Any) -> None:
     """Write the samples of RECORD as JSON lines, Parquet, torch tensors, slime's rollout data, or a
     dataset of Hugging Face.
 
     What is not known is null, or absent.
     """
-    if format_name in OF_TORCH:
-        importlib.import_module(
-            "torch"
-        )  # here: CUDA's packages need a temporary file, which the child has not
-    export_confined(
-        record=record,
-        format_name=format_name,
-        destination=destination,
-        step=step,
-        force=force,
-        images=images,
-        skip_damaged=skip_damaged,
-        as_json=as_json,
-    )
+    if format_name in OF_TORCH:  # here: CUDA's packages need a temporary file, which the child has not
+        importlib.import_module("torch")
+    export_confined(format_name=format_name, **options)
 
 
 @reads_untrusted("record", outputs="destination", cpu_s=60)
-@errors_as_sentences
 def export_confined(
     record: Path,
     format_name: str,

@@ -17,16 +17,7 @@ from areal_debug.cli import (
     overrides_argument,
     step_option,
 )
-from areal_debug.render import (
-    announce,
-    console,
-    errors_as_sentences,
-    fail,
-    is_quiet,
-    note,
-    print_json,
-    refuse_existing,
-)
+from areal_debug.render import announce, console, fail, is_quiet, note, refuse_existing
 
 if TYPE_CHECKING:
     from areal_core.launch.warm import WarmRanks
@@ -102,7 +93,6 @@ EXAMINES = ("explain", "anatomy", "layouts")  # questions about one step
 @step_option("the first that differs, with --find-faulty; required with --anatomy")
 @json_option
 @overrides_argument
-@errors_as_sentences
 def command(
     record: str,
     from_step: int | None,
@@ -320,14 +310,14 @@ def print_replay(
     from dataclasses import asdict
 
     from areal_debug.replay.report import next_commands, report_of, report_of_comparison
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
 
-    if as_json:
-        disagreements = {} if rescored is None else {"rescored": asdict(rescored)}
-        print_json(report.to_dict() | {"next": next_commands(report, request)} | disagreements)
-    else:
-        is_what_if = report.guarantee.kind == "changed"
-        print_report(console(), report_of_comparison(report) if is_what_if else report_of(report, request))
+    disagreements = {} if rescored is None else {"rescored": asdict(rescored)}
+    document = report.to_dict() | {"next": next_commands(report, request)} | disagreements
+    is_what_if = report.guarantee.kind == "changed"
+    print_answer(
+        document, report_of_comparison(report) if is_what_if else report_of(report, request), as_json
+    )
 
 
 def examine_step(
@@ -346,7 +336,7 @@ def examine_step(
     from areal_debug.replay.report import EXAMINED
     from areal_debug.report.frame import Frame
     from areal_debug.report.page import write_report
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from replayer.preconditions import (
         check_by_trl,
         check_is_policy,
@@ -382,8 +372,5 @@ def examine_step(
     shown = EXAMINED[kind](record, found)
     if page is not None:
         write_report(page, shown, Frame(f"{shown.verdict}: {shown.sentence}", str(record.path), "replay"))
-    if as_json:
-        print_json(found)
-    else:
-        print_report(console(), shown)
+    print_answer(found, shown, as_json)
     raise SystemExit(int(kind != "explain" and shown.level == "bad"))

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import click
 
 from areal_debug.cli import Verb, VerbGroup, json_option
-from areal_debug.render import announce, console, count, errors_as_sentences, fail, print_json
+from areal_debug.render import announce, count, fail
 
 EXAMPLE = "areal-debug reward probe my_rewards.py:math_reward --data gsm8k/test.jsonl"
 
@@ -31,7 +31,6 @@ def command() -> None:
 @click.option("--answer", "field", metavar="FIELD", help="Field of a row with its expected answer.")
 @timeout_option
 @json_option
-@errors_as_sentences
 def probe(
     function: str, data: str, num_rows: int, field: str | None, timeout_s: float, as_json: bool
 ) -> None:
@@ -46,7 +45,7 @@ def probe(
     """
     from areal_core.data import rows_of
     from areal_core.reward.signature import check_reward_fn
-    from areal_debug.report.terminal import print_answer
+    from areal_debug.report.terminal import answer
     from areal_debug.reward.answers import question_of
     from areal_debug.reward.probe import probe as probe_function
     from areal_debug.reward.report import report_of_probe
@@ -57,8 +56,7 @@ def probe(
     questions = [question_of(row, field) for row in rows[::step][:num_rows]]
     announce(f"trying answers on {function}")
     report = probe_function(function, data, questions, timeout_s)
-    print_answer(asdict(report), report_of_probe(report), as_json)
-    raise SystemExit({"sound": 0, "problem": 1, "unknown": 2}[report.verdict])
+    answer(asdict(report), report_of_probe(report), as_json)
 
 
 @command.command(
@@ -73,7 +71,6 @@ def probe(
 @click.option("--to-step", type=int, metavar="N", help="Last step to score.")
 @timeout_option
 @json_option
-@errors_as_sentences
 def rescore(
     record: str,
     function: str,
@@ -96,7 +93,7 @@ def rescore(
     """
     from areal_core.data import rows_of
     from areal_core.reward.signature import check_reward_fn
-    from areal_debug.report.terminal import print_report
+    from areal_debug.report.terminal import print_answer
     from areal_debug.reward.report import report_of_rescore
     from areal_debug.reward.rescore import rescore as rescore_record
     from recorder import open_record
@@ -114,9 +111,6 @@ def rescore(
         fail(f"{record} has no such step: it holds {describe_steps(opened.steps)}")
     announce(f"scoring {count(len(steps), 'step')} of {record} with {function}")
     report = rescore_record(opened, function, rows, steps, timeout_s)
-    if as_json:
-        sentences = [pairing.sentence for pairing in report.pairings]
-        print_json({"paired_wrongly": sentences} | asdict(report))
-    else:
-        print_report(console(), report_of_rescore(report))
+    sentences = [pairing.sentence for pairing in report.pairings]
+    print_answer({"paired_wrongly": sentences} | asdict(report), report_of_rescore(report), as_json)
     raise SystemExit({"agree": 0, "disagree": 1, "unknown": 2}[report.verdict])

@@ -2,13 +2,13 @@
 
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from areal_core.safety.private import default_names_root
 from areal_debug.cli import Verb, json_option
-from areal_debug.render import console, errors_as_sentences, fail, is_quiet, note, print_json, styled
+from areal_debug.render import console, fail, is_quiet, note, print_json, styled
 from areal_debug.waiting import leave_terminal
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--model", help="Checkpoint folder, or a name on the hub.")
 @click.option(
     "--backend",
+    "engine",
     type=click.Choice(["sglang", "embedded"]),
     default="sglang",
     show_default=True,
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 @click.option("--stop", is_flag=True,
               help="Stop the servers at HOST:PORT..., or those started in this folder.")  # fmt: skip
 @click.option("--all", "of_all", is_flag=True, help="With --status or --stop: all servers of this user.")
-@click.option("--join", metavar="EXPERIMENT[/TRIAL]", help="Add the server to a run, which may be running.")
+@click.option(
+    "--join", "run", metavar="EXPERIMENT[/TRIAL]", help="Add the server to a run, which may be running."
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port; by default any free one.")
 @click.option(
@@ -45,28 +48,25 @@ if TYPE_CHECKING:
 @click.option("--names", "names_root", default=default_names_root, show_default="of this user in /tmp",
               help="Folder of the run's names (cluster.name_resolve.nfs_record_root).")  # fmt: skip
 @click.option(
-    "--timeout", "timeout_s", type=float, default=300.0, show_default=True, help="Seconds to become ready."
+    "--timeout",
+    "ready_timeout_s",
+    type=float,
+    default=300.0,
+    show_default=True,
+    help="Seconds to become ready.",
 )
 @json_option
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@errors_as_sentences
 def command(
     model: str | None,
-    backend: str,
     background: bool,
     status: bool,
     stop: bool,
     of_all: bool,
-    join: str | None,
-    host: str,
     port: int,
-    device: str,
-    dtype: str,
-    context_length: int | None,
-    names_root: str,
-    timeout_s: float,
     as_json: bool,
     arguments: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Serve a model until it is stopped, and print AREAL_LLM_SERVER_ADDRS=host:port once it is
     healthy.
@@ -82,20 +82,8 @@ def command(
         stop_servers([*arguments, *([str(port)] if port else [])], of_all, as_json)
     if model is None:
         raise ValueError("--model is missing: give a checkpoint folder, or use --status or --stop")
-    spec = plan_server(
-        model=model,
-        engine=backend,
-        host=host,
-        port=port,
-        device=device,
-        dtype=dtype,
-        context_length=context_length,
-        run=join,
-        names_root=names_root,
-        ready_timeout_s=timeout_s,
-        arguments=list(arguments),
-    )
-    report(as_json, f"starting {backend} on {spec.address}; its log is {spec.log}")
+    spec = plan_server(model=model, port=port, arguments=list(arguments), **options)
+    report(as_json, f"starting {spec.engine} on {spec.address}; its log is {spec.log}")
     try:
         serve(spec, background, as_json)
     except ServerFailed as failure:
@@ -138,17 +126,16 @@ def show_status(port: int, of_all: bool, as_json: bool) -> NoReturn:
     from concurrent.futures import ThreadPoolExecutor
 
     from areal_debug.report.terminal import print_answer
-    from areal_debug.serve.report import document_of_all, report_of_all, status_of, verdict_of
+    from areal_debug.serve.report import document_of_all, report_of_all, status_of
     from areal_debug.serve.state import known_servers
 
     known = [one for one in known_servers() if port in (0, int(one.address.rpartition(":")[2]))]
     states = known if of_all or port else of_this_folder(known)
     with ThreadPoolExecutor() as threads:
         statuses = list(threads.map(status_of, states))
-    print_answer(
-        document_of_all(statuses), report_of_all(statuses, num_elsewhere=len(known) - len(states)), as_json
-    )
-    raise SystemExit({"Healthy": 0, "Starting": 2, "Problem": 1}[verdict_of(statuses)] if statuses else 1)
+    report = report_of_all(statuses, num_elsewhere=len(known) - len(states))
+    print_answer(document_of_all(statuses), report, as_json)
+    raise SystemExit(report.exit_code if statuses else 1)
 
 
 def stop_servers(named: list[str], stops_all: bool, as_json: bool) -> NoReturn:

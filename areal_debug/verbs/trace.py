@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from areal_debug.cli import Verb, force_option, json_option, output_option, step_option
-from areal_debug.render import announce, errors_as_sentences, refuse_existing
+from areal_debug.render import announce, refuse_existing
 
 
 @click.command(cls=Verb, example="areal-debug trace runs/logs -o trace.html")
@@ -15,7 +15,6 @@ from areal_debug.render import announce, errors_as_sentences, refuse_existing
 @force_option
 @click.option("--all", "all_steps", is_flag=True, help="List every step in the table.")
 @json_option
-@errors_as_sentences
 def command(
     run: Path, step: int | None, output: Path | None, force: bool, all_steps: bool, as_json: bool
 ) -> None:
@@ -28,11 +27,10 @@ def command(
     Exit code 0: no step after the first took more than twice the median. 1: one did. 2: there are
     too few steps.
     """
-    if output is not None:
-        refuse_existing(output, force)
+    refuse_existing(output, force)
     from areal_debug.report.frame import Frame
     from areal_debug.report.page import write_report
-    from areal_debug.report.terminal import print_answer
+    from areal_debug.report.terminal import answer
     from areal_debug.trace.read import read_run
     from areal_debug.trace.report import MAX_LINES, STYLE, report_document, report_of
     from areal_debug.trace.steps import report_on
@@ -43,9 +41,5 @@ def command(
     if output is not None:
         frame = Frame("Steps", str(trace.file.parent), "trace", report.verdict)
         write_report(output, report_of(trace, report), frame, style=STYLE.read_text())
-    print_answer(
-        report_document(trace, report),
-        report_of(trace, report, len(report.steps) if all_steps else MAX_LINES),
-        as_json,
-    )
-    raise SystemExit({"healthy": 0, "slow": 1, "unknown": 2}[report.verdict])
+    shown = report_of(trace, report, len(report.steps) if all_steps else MAX_LINES)
+    answer(report_document(trace, report), shown, as_json)

@@ -15,7 +15,6 @@ from areal_debug.cli import Verb, force_option, overrides_argument, script_argum
 from areal_debug.render import (
     announce,
     console,
-    errors_as_sentences,
     fail,
     hidden_output,
     is_quiet,
@@ -64,7 +63,6 @@ NCCL_TIMEOUT_INSTEAD = (
 )
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print the same facts as JSON.")
 @overrides_argument
-@errors_as_sentences
 def command(
     script: str,
     config_file: str | None,

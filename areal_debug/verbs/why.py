@@ -17,17 +17,8 @@ from areal_debug.cli import (
     step_option,
 )
 from areal_debug.confined import ANYWHERE, reads_untrusted
-from areal_debug.render import (
-    announce,
-    console,
-    errors_as_sentences,
-    note,
-    print_json,
-    refuse_existing,
-    styled,
-    with_progress,
-)
-from areal_debug.report.terminal import print_answer, print_report
+from areal_debug.render import announce, console, note, refuse_existing, styled, with_progress
+from areal_debug.report.terminal import answer, print_answer
 
 if TYPE_CHECKING:
     from areal_debug.replay.ranks import Runner
@@ -68,7 +59,6 @@ DEFAULT_STEPS = 5  # that --commits compares
 @output_option("Also write the answer as one HTML page.", spellings=("--html",))
 @force_option
 @json_option
-@errors_as_sentences
 def command(
     left: str,
     right: str | None,
@@ -112,8 +102,7 @@ def command(
     from areal_debug.why.report import report_of
     from replayer.why.proofs import Options
 
-    if output is not None:
-        refuse_existing(output, force)
+    refuse_existing(output, force)
     with runner(model) as run:
         options = Options(code, model, note=announce, fast=fast)
         if not no_replay:
@@ -179,7 +168,6 @@ def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyRepor
 
 
 @reads_untrusted("left", "right", reads=ANYWHERE)
-@errors_as_sentences
 def compare_stages(
     left: str, right: str, step: int | None, show_all: bool, fast: bool, as_json: bool
 ) -> None:
@@ -191,8 +179,7 @@ def compare_stages(
     here, there = open_record(left), open_record(right)
     total = len(set(here.steps) & set(there.steps)) if step is None else 1
     report = with_progress("comparing steps", total, lambda tick: diff_records(here, there, step, tick, fast))
-    print_answer(report.to_dict(), report_of_diff(here, there, report, show_all), as_json)
-    raise SystemExit(0 if report.same else 1)
+    answer(report.to_dict(), report_of_diff(here, there, report, show_all), as_json)
 
 
 def compare_layers(
@@ -218,12 +205,8 @@ def compare_layers(
             traced = layers_with_own_code(here, there, found.step, model, code)
         except ReplayError as error:  # the step is an answer without it
             note(printable(f"layers are not traced: {error}", 500))
-    if as_json:
-        facts = {"diff": report and report.to_dict(), "layers": traced and asdict(traced)}
-        print_json(asdict(found) | facts)
-    else:
-        print_report(console(), report_of_first_step(found, here, there, report, traced))
-    raise SystemExit(0 if found.step is None else 1)
+    facts = {"diff": report and report.to_dict(), "layers": traced and asdict(traced)}
+    answer(asdict(found) | facts, report_of_first_step(found, here, there, report, traced), as_json)
 
 
 def search(
@@ -259,5 +242,4 @@ def search(
     refuse_damage(record, len(opened.steps))
     request = Request(record, first, last, model)
     report = search_commits(request, code, good, bad, opened.header.world_size, note)
-    print_answer(report.to_dict(), report_of_culprit(report), as_json)
-    raise SystemExit(1)
+    answer(report.to_dict(), report_of_culprit(report), as_json)

@@ -13,6 +13,7 @@ import numpy as np
 
 from areal_core.safety.printable import printable, printable_block
 from areal_debug.doctor.names import find_name
+from areal_debug.doctor.rows import logged
 from recorder.conversations import Conversation, conversations
 from recorder.errors import StepNotRecorded
 from recorder.format import UNKNOWN_BITS
@@ -80,8 +81,7 @@ def join_partial_tokens(
 
 def image_counts(step: RecordedStep) -> list[int] | None:
     """Return the number of pictures of each row over all ranks; None if no row has one."""
-    ranks = range(step.manifest.num_ranks)
-    counts = [len(row) for rank in ranks for row in step.pictures_of_rows(rank)]
+    counts = [len(row) for rank in step.ranks for row in step.pictures_of_rows(rank)]
     return counts if any(counts) else None
 
 
@@ -90,8 +90,7 @@ def image_document(step: RecordedStep) -> dict[str, Any]:
 
     Raises DamagedRecord.
     """
-    ranks = range(step.manifest.num_ranks)
-    rows = [row for rank in ranks for row in step.pictures_of_rows(rank)]
+    rows = [row for rank in step.ranks for row in step.pictures_of_rows(rank)]
     places: dict[str, int] = {}
     images: list[dict[str, str]] = []
     for name, size_bytes in (named for row in rows for named in row):
@@ -129,8 +128,7 @@ def with_images_named(found: TokenText, bounds: np.ndarray, types: np.ndarray) -
 
 def conversations_of(step: RecordedStep) -> list[Conversation | None] | None:
     """Return the calls of each row over all ranks; None if no row has any. Raises DamagedRecord."""
-    ranks = range(step.manifest.num_ranks)
-    rows = [row for rank in ranks for row in conversations(step, rank) or [None] * step.num_rows(rank)]
+    rows = [row for rank in step.ranks for row in conversations(step, rank) or [None] * step.num_rows(rank)]
     return rows if any(rows) else None
 
 
@@ -270,11 +268,10 @@ def curves_of(points: Sequence[dict[str, float]]) -> dict[str, list[float]]:
 
 def step_point(step: RecordedStep, tick: Callable[[object], None]) -> dict[str, float]:
     """Return a step's value on every curve."""
-    ranks = range(step.manifest.num_ranks)
-    arrays = [step.batch(rank, ["rewards", "cu_seqlens", "versions", "loss_mask"]) for rank in ranks]
+    arrays = [step.batch(rank, ["rewards", "cu_seqlens", "versions", "loss_mask"]) for rank in step.ranks]
     sizes = [np.diff(a["cu_seqlens"]) for a in arrays]
     has_tokens, has_reward, has_version = (
-        [step.known(rank, key) for rank in ranks] for key in ("input_ids", "rewards", "versions")
+        [step.known(rank, key) for rank in step.ranks] for key in ("input_ids", "rewards", "versions")
     )
     lengths = np.concatenate([size[known] for size, known in zip(sizes, has_tokens, strict=True)])
     rewards = np.concatenate([a["rewards"][known] for a, known in zip(arrays, has_reward, strict=True)])
@@ -297,10 +294,7 @@ def stats_point(step: RecordedStep) -> dict[str, float]:
 
     Empty if the scope excludes them.
     """
-    try:
-        stats = step.outcome(0).stats
-    except StepNotRecorded:
-        return {}
+    stats = logged(step)
     found = {curve: name_of_curve(quantities, tuple(stats)) for curve, quantities in STATS.items()}
     short = {name: curve for curve, name in found.items() if name is not None}
     first = {curve: stats[name] for name, curve in short.items()}
@@ -332,8 +326,7 @@ def read_step(
     trainer: str | None = None,
 ) -> StepView:
     """Read a step as columns; `trainer` is that of the record's header."""
-    ranks = range(step.manifest.num_ranks)
-    batches = [step.batch(rank) for rank in ranks]
+    batches = [step.batch(rank) for rank in step.ranks]
     lengths = [np.diff(batch["cu_seqlens"]) for batch in batches]
     bounds = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
     tokens = {
@@ -398,7 +391,7 @@ def trainer_columns(
     """Return the trainer's per-token columns, aligned to their token, and why others are absent."""
     wider = "record with debug.dump_scope=full" if trainer is None else NOT_GIVEN
     try:
-        ranks = [step.learning(rank) for rank in range(step.manifest.num_ranks)]
+        ranks = [step.learning(rank) for rank in step.ranks]
     except StepNotRecorded:
         return {}, dict.fromkeys(("trainer logprob", "ratio", "advantage", "entropy"), wider)
     found = {}
@@ -427,7 +420,7 @@ def unknown_bits(step: RecordedStep) -> np.ndarray:
     return np.concatenate(
         [
             sum((~step.known(rank, key) * np.uint8(bit) for key, bit in UNKNOWN_BITS.items()), np.uint8(0))
-            for rank in range(step.manifest.num_ranks)
+            for rank in step.ranks
         ]
     )
 
@@ -437,7 +430,7 @@ def recorded_texts(step: RecordedStep, wanted: np.ndarray | None) -> list[tuple[
 
     Only that of rows with `wanted` [rows], if it is given.
     """
-    ranks = [step.text(rank) for rank in range(step.manifest.num_ranks)]
+    ranks = [step.text(rank) for rank in step.ranks]
     if any(rank is None for rank in ranks) or (wanted is not None and not wanted.any()):
         return None
     lines = [line for rank in ranks if rank is not None for line in rank]

@@ -36,7 +36,7 @@ def pair_document(left: RecordedStep, right: RecordedStep, foreign: tuple[bool, 
 
 
 def first_rows(step: RecordedStep) -> list[int]:
-    return [0, *accumulate(map(step.num_rows, range(step.manifest.num_ranks)))]
+    return [0, *accumulate(map(step.num_rows, step.ranks))]
 
 
 def matched_rows(left: RecordedStep, right: RecordedStep, foreign: tuple[bool, bool]) -> tuple[Rows, Rows]:

@@ -168,8 +168,7 @@ def learning_problems(step: RecordedStep, rank: int, cu_seqlens: np.ndarray) -> 
 
 def prompts_of(step: RecordedStep) -> tuple[list[int], list[Contradiction]]:
     """Return the ids of a step's prompts, ascending, and a sample that is in it twice."""
-    ranks = range(step.manifest.num_ranks)
-    columns = [step.batch(rank, ["prompt_id", "sample_id"]) for rank in ranks]
+    columns = [step.batch(rank, ["prompt_id", "sample_id"]) for rank in step.ranks]
     prompts, samples = (np.concatenate([c[key] for c in columns]) for key in ("prompt_id", "sample_id"))
     order = np.lexsort((samples, prompts))  # by prompt, then by sample
     prompts, samples = prompts[order], samples[order]

@@ -159,7 +159,7 @@ def batches(
     """Yield the batch of each rank of each step. Raises StepNotRecorded, DamagedRecord."""
     for number in steps:
         step = record.step(number)
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             yield batch_of(step, rank, layout, names)
 
 

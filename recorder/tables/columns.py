@@ -23,6 +23,7 @@ from recorder.errors import DamagedRecord
 from recorder.format import BATCH_KEYS, IMAGE_KEYS, NUMPY_TYPES, TensorEntry
 from recorder.pictures.kinds import UNKNOWN, kind_of
 from recorder.reader import Record, RecordedStep
+from recorder.tensors import float32_of_bits
 from recorder.transcripts import text_of
 
 MESSAGE = np.dtype([(name, "O") for name in ("role", "content", "reasoning_content", "name", "tool_calls")])
@@ -246,7 +247,7 @@ def dtype_of(tensor: TensorEntry) -> np.dtype[Any]:
 def numbers_of(array: np.ndarray, tensor: TensorEntry) -> np.ndarray:
     """Return an array as `dtype_of` says; every bfloat16 is a float32."""
     if tensor.dtype == "BF16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
+        return float32_of_bits(array)
     return array.astype(dtype_of(tensor), copy=False)
 
 

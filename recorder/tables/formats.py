@@ -13,6 +13,7 @@ import pickle
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ def read_rows(
     """
     for number in steps:
         step = record.step(number)
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             for row, _ in rows_of_rank(step, rank, layout, names):
                 yield row
 
@@ -109,7 +110,7 @@ def write_jsonl(
     layout = layout_of_steps(record, steps, pictures)
     with replacing(file) as out:
         for step in map(record.step, steps):
-            for rank in range(step.manifest.num_ranks):
+            for rank in step.ranks:
                 for row, is_finite in rows_of_rank(step, rank, layout, None):
                     out.write(json_line(row, is_finite))
     return [file]
@@ -207,28 +208,39 @@ def write_hugging_face(
 DTYPES = {"rewards": np.float32, "logprobs": np.float32, "prompt_id": np.int64, "unknown": np.uint8}
 
 
-def write_pt(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
-    """Write one file per step, each atomically."""
+def write_torch(
+    document_of: Callable[[Record, int], dict[str, Any]],
+    record: Record,
+    file: Path,
+    steps: Sequence[int],
+    overwrite: bool,
+    **options: Any,
+) -> list[Path]:
+    """Write one file of `torch.save` per step, each atomically."""
     import torch
 
     files = {step: file_of_step(file, step, len(steps)) for step in steps}
     for step, path in files.items():
         check_file(path, overwrite)
-        arrays = padded(record.step(step))
         packed = io.BytesIO()  # torch turns an error of a file into one without its reason
-        torch.save({key: torch.from_numpy(array) for key, array in arrays.items()}, packed)
+        torch.save(document_of(record, step), packed, **options)
         commit_file(path, packed.getvalue())
     return list(files.values())
 
 
+def padded_tensors(record: Record, step: int) -> dict[str, Any]:
+    import torch
+
+    return {key: torch.from_numpy(array) for key, array in padded(record.step(step)).items()}
+
+
 def padded(step: RecordedStep) -> dict[str, np.ndarray[Any, Any]]:
     """Return the rows of all ranks as [B, T] and [B] arrays, padded with 0 on the right."""
-    ranks = range(step.manifest.num_ranks)
     keys = [
         *BATCH_KEYS,
-        *(["unknown"] if any("unknown" in step.batch_entry(rank)[1].tensors for rank in ranks) else []),
+        *(["unknown"] if any("unknown" in step.batch_entry(rank)[1].tensors for rank in step.ranks) else []),
     ]
-    batches = [step.batch(rank, set(keys) & step.batch_entry(rank)[1].tensors.keys()) for rank in ranks]
+    batches = [step.batch(rank, set(keys) & step.batch_entry(rank)[1].tensors.keys()) for rank in step.ranks]
     lengths = np.concatenate([np.diff(batch["cu_seqlens"]) for batch in batches])
     mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
     arrays = {"attention_mask": mask}
@@ -252,19 +264,9 @@ SLIME_COLUMNS = (
 )  # fmt: skip
 
 
-def write_slime(record: Record, file: Path, steps: Sequence[int], overwrite: bool) -> list[Path]:
-    """Write one file per step, each atomically."""
-    import torch
-
-    files = {step: file_of_step(file, step, len(steps)) for step in steps}
-    for step, path in files.items():
-        check_file(path, overwrite)
-        rows = read_rows(record, [step], layout_of_steps(record, [step]), SLIME_COLUMNS)
-        samples = [slime_sample(row, index) for index, row in enumerate(rows)]
-        packed = io.BytesIO()  # torch turns an error of a file into one without its reason
-        torch.save({"rollout_id": step, "samples": samples}, packed, pickle_module=WithoutTensors)
-        commit_file(path, packed.getvalue())
-    return list(files.values())
+def slime_rollout(record: Record, step: int) -> dict[str, Any]:
+    rows = read_rows(record, [step], layout_of_steps(record, [step]), SLIME_COLUMNS)
+    return {"rollout_id": step, "samples": [slime_sample(row, index) for index, row in enumerate(rows)]}
 
 
 class WithoutTensors:
@@ -322,8 +324,8 @@ def slime_sample(row: dict[str, Any], index: int) -> dict[str, Any]:
 FORMATS: dict[str, Callable[..., list[Path]]] = {
     "jsonl": write_jsonl,
     "parquet": write_parquet,
-    "pt": write_pt,
-    "slime": write_slime,
+    "pt": partial(write_torch, padded_tensors),
+    "slime": partial(write_torch, slime_rollout, pickle_module=WithoutTensors),
     "hf": write_hugging_face,
 }
 TABLES = ("jsonl", "parquet", "hf")

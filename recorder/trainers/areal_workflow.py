@@ -236,7 +236,7 @@ def rows_of_tensors(tensors: Mapping[str, Any]) -> tuple[list[Sample], set[str]]
 def recorded_tasks(record: Record) -> Iterator[list[dict[str, Tensor]]]:
     for number in record.steps:
         step = record.step(number)
-        for rank in range(step.manifest.num_ranks):
+        for rank in step.ranks:
             yield from tasks_of(step, rank)
 
 

@@ -4,7 +4,7 @@
 tools, so that the prompt ends at its first false.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,12 @@ from recorder.trainers.foreign import (
     BY_PROMPT,
     NO_VERSIONS_OR_REASONS,
     NO_WEIGHTS,
-    Foreign,
     Source,
     as_tokens,
     first_row,
-    json_lines,
     member,
     number_or_none,
-    of_one_run,
     optional,
-    read_steps,
     sequence_sample,
 )
 from recorder.trainers.sample import Sample
@@ -39,17 +35,8 @@ def find(source: Source) -> list[Path]:
     return source.named(FILES) if any(first_row(f).keys() >= MEMBERS for f in source.named(FILES)) else []
 
 
-def read(source: Source, files: Sequence[Path]) -> Foreign:
-    """Read one step per file. Raises ForeignFormat."""
-    steps, notes = read_steps(
-        [(file.stem, [file]) for file in of_one_run(files)],
-        lambda paths: [parse_row(line.row, line.where) for line in json_lines(paths[0])],
-    )
-    return Foreign("areno", steps, [*NOTES, *notes])
-
-
 def parse_row(row: Mapping[str, Any], where: str) -> Sample:
-    """Parse one sample; an empty mask means that the completion is trained on."""
+    """Parse one sample; an empty mask means that the completion is trained on. Raises ForeignFormat."""
     if (version := member(row, "format_version", where)) != VERSION:
         raise ForeignFormat(f"{where} has format_version {version}, {VERSION} expected")
     tokens = as_tokens(member(row, "tokens", where), where)

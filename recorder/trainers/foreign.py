@@ -6,11 +6,12 @@ sequence, prompt and completion; its values per token are aligned to the token i
 format does not have stays None.
 """
 
+import functools
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from areal_core.safety.printable import printable
 from areal_core.safety.received import MOST_BYTES, open_received, read_received
 from recorder.errors import ForeignFormat, UnfinishedFile
 from recorder.trainers.batches import unknown_value
-from recorder.trainers.sample import FINISH_REASONS, Sample, as_numpy
+from recorder.trainers.sample import FINISH_REASONS, Sample, as_numpy, token_ids
 
 NO_WEIGHTS = "weights and optimizer are not in the file: choose the model for a replay"
 NO_VERSIONS = "weight versions are not in the file"
@@ -34,6 +35,7 @@ BY_MASK = (
 )
 IMAGES = "images and other inputs that are not text are not imported"
 NO_FILES = "the log names images whose files it does not have: they are not imported"
+as_tokens = functools.partial(token_ids, error=ForeignFormat)
 COUNTED = (IMAGES, NO_FILES)  # notes that are added once per sample
 TEXT_ONLY = (
     "the dump has text and no tokens: the record is for inspection only, it can be listed and read, "
@@ -167,16 +169,6 @@ def prompt_group(tokens: np.ndarray, loss_mask: np.ndarray) -> Hashable:
     return tokens[: int((loss_mask != 0).argmax())].tobytes() if loss_mask.any() else None
 
 
-def as_tokens(ids: Any, where: str) -> np.ndarray:
-    """Convert token ids to int32. Raises ForeignFormat for ids that no vocabulary has."""
-    array: np.ndarray = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ForeignFormat(f"{where}: token ids of type {array.dtype} and shape {array.shape}")
-    if array.size and not 0 <= array.min() <= array.max() < 2**31:
-        raise ForeignFormat(f"{where}: token ids from {array.min()} to {array.max()}")
-    return array.astype(np.int32)
-
-
 def member(document: Mapping[str, Any], name: str, where: str) -> Any:
     """Return a mandatory member.
 
@@ -302,17 +294,22 @@ def read_steps(
     return steps, notes
 
 
+ReadFile = Callable[[Path, list[str]], Sequence[Sample]]  # it adds to the notes what the file lacks
+
+
 def read_files(
-    name: str,
-    notes: Sequence[str],
-    files: Sequence[Path],
-    read: Callable[[Path, list[str]], Sequence[Sample]],
+    name: str, notes: Sequence[str], files: Sequence[Path], read: ReadFile, step: str = "{}"
 ) -> Foreign:
-    """Read one step per file of a format; `read` adds to the notes what a file lacks."""
+    """Read one step per file of a format; `step` is its name, with the number in that of the file."""
     found: list[str] = []
-    units = [(file.stem, [file]) for file in of_one_run(files)]
+    units = [(step.format(file.stem), [file]) for file in of_one_run(files)]
     steps, left_out = read_steps(units, lambda paths: read(paths[0], found))
     return Foreign(name, steps, [*notes, *counted(found), *left_out])
+
+
+def lines_of(parse: Callable[[dict[str, Any], str], Sample]) -> ReadFile:
+    """Return a reader of files with a JSON object per sample, which `parse` gets with its place."""
+    return lambda file, notes: [parse(line.row, line.where) for line in json_lines(file)]
 
 
 def cut_off(paths: Sequence[Path], read: Callable[[Sequence[Path]], object]) -> list[str]:
@@ -391,6 +388,13 @@ def first_row(file: Path) -> dict[str, Any]:
         except (ValueError, RecursionError):
             return {}
     return row if isinstance(row, dict) else {}
+
+
+def with_members(files: Sequence[Path], members: Set[str], levels: int = 1) -> list[Path]:
+    """Return the files whose first line has these members, as `with_cut_off`."""
+    return with_cut_off(
+        [file for file in files if first_row(file).keys() >= members], files, is_cut_line, levels
+    )
 
 
 def is_cut_line(file: Path) -> bool:

@@ -37,7 +37,15 @@ from recorder.trainers import (
     xtuner,
 )
 from recorder.trainers.batches import Content, check_kinds, content_of, number_groups
-from recorder.trainers.foreign import Foreign, Source, find_source
+from recorder.trainers.foreign import (
+    Foreign,
+    ReadFile,
+    Source,
+    find_source,
+    lines_of,
+    read_files,
+    with_members,
+)
 
 
 @dataclass(frozen=True)
@@ -48,23 +56,41 @@ class Format:
     read: Callable[[Source, Sequence[Path]], Foreign]
 
 
+def named(pattern: str) -> Callable[[Source], Sequence[Path]]:
+    """Find the files of a format by their names alone."""
+    return lambda source: source.named(pattern)
+
+
+def by_file(
+    name: str, notes: Sequence[str], read: ReadFile, step: str = "{}"
+) -> Callable[[Source, Sequence[Path]], Foreign]:
+    """Read a format with one step per file."""
+    return lambda source, files: read_files(name, notes, files, read, step)
+
+
 # In the order in which they are tried: formats found by names before those found by content, and
 # those with tokens before text.
 FORMATS = {
     "verl": Format(verl.find, verl.read),
     "prime-rl": Format(prime_rl.find, prime_rl.read),
-    "nemo-rl": Format(nemo_rl.find, nemo_rl.read),
-    "skyrl": Format(skyrl.find, skyrl.read),
-    "roll": Format(roll.find, roll.read),
-    "xtuner": Format(xtuner.find, xtuner.read),
-    "open-instruct": Format(open_instruct.find, open_instruct.read),
-    "areno": Format(areno.find, areno.read),
+    "nemo-rl": Format(named(nemo_rl.TRAIN_FILE), nemo_rl.read),
+    "skyrl": Format(named(skyrl.FILES), by_file("skyrl", skyrl.NOTES, skyrl.read_batch)),
+    "roll": Format(named(roll.FILES), by_file("roll", roll.NOTES, roll.read_batch)),
+    "xtuner": Format(named(xtuner.FILES), by_file("xtuner", xtuner.NOTES, xtuner.read_groups)),
+    "open-instruct": Format(named(open_instruct.FILES), open_instruct.read),
+    "areno": Format(areno.find, by_file("areno", areno.NOTES, lines_of(areno.parse_row))),
     "slime": Format(slime.find, slime.read),
     "areal": Format(areal.find, areal.read),
-    "trl": Format(trl.find, trl.read),
-    "areal-text": Format(text.find_areal, text.read_areal),
-    "verl-text": Format(text.find_verl, text.read_verl),
-    "roll-text": Format(text.find_roll, text.read_roll),
+    "trl": Format(named(trl.FILES), by_file("trl", trl.NOTES, trl.read_table)),
+    "areal-text": Format(
+        lambda source: with_members(source.named(text.AREAL_FILES, text.AREAL_FOLDERS), text.AREAL, levels=2),
+        text.read_areal,
+    ),
+    "verl-text": Format(
+        lambda source: with_members(source.named(text.VERL_FILES), text.VERL),
+        by_file("verl-text", text.NOTES, lines_of(text.verl_row), step="step {}"),
+    ),
+    "roll-text": Format(named(text.ROLL_FILES), by_file("roll-text", text.NOTES, text.read_roll)),
 }
 MISSING = ("reward", "group", "finish_reason")  # and of samples with tokens:
 MISSING_PER_TOKEN = ("loss_mask", "logprobs", "versions")

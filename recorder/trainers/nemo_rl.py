@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,12 @@ from recorder.trainers.foreign import (
     TEXT_ONLY,
     Foreign,
     Source,
-    json_lines,
+    lines_of,
     member,
     number_or_none,
-    of_one_run,
     optional,
     prompt_group,
-    read_steps,
+    read_files,
     sequence_sample,
 )
 from recorder.trainers.guarded import Guarded
@@ -147,22 +147,11 @@ def recorded_row(row: dict[str, Any], where: str) -> Sample:
     return parse_row(row | arrays, None if content is None else ("", text), where)
 
 
-def find(source: Source) -> list[Path]:
-    return source.named(TRAIN_FILE)
-
-
 def read(source: Source, files: Sequence[Path]) -> Foreign:
     """Read one step per file. Raises ForeignFormat."""
-    text_only = False
-
-    def read_file(paths: Sequence[Path]) -> list[Sample]:
-        nonlocal text_only
-        samples = [dumped_row(line.row, line.where) for path in paths for line in json_lines(path)]
-        text_only |= any(sample.tokens is None for sample in samples)
-        return samples
-
-    steps, notes = read_steps([(file.stem, [file]) for file in of_one_run(files)], read_file)
-    return Foreign("nemo-rl", steps, [*NOTES, *(NO_TOKENS if text_only else (BY_MASK,)), *notes])
+    found = read_files("nemo-rl", (), files, lines_of(dumped_row))
+    text_only = any(sample.tokens is None for step in found.steps for sample in step.samples)
+    return replace(found, notes=[*NOTES, *(NO_TOKENS if text_only else (BY_MASK,)), *found.notes])
 
 
 def dumped_row(wrapped: Mapping[str, Any], where: str) -> Sample:

@@ -32,11 +32,6 @@ NOTES = (
 )
 
 
-def find(source: Source) -> list[Path]:
-    """Return the shards."""
-    return source.named(FILES)
-
-
 def read(source: Source, files: Sequence[Path]) -> Foreign:
     """Read the steps that the rows name, in order. Raises ForeignFormat."""
     runs = {file.with_name(file.name.rsplit("_rollouts_", 1)[0]): file for file in files}

@@ -32,9 +32,7 @@ from recorder.trainers.foreign import (
     counted,
     cut_off,
     experts_of,
-    first_row,
     incomplete,
-    is_cut_line,
     json_lines,
     member,
     number_or_none,
@@ -42,7 +40,7 @@ from recorder.trainers.foreign import (
     optional,
     read_steps,
     sequence_sample,
-    with_cut_off,
+    with_members,
 )
 from recorder.trainers.guarded import Guarded
 from recorder.trainers.sample import LEARNING, Sample
@@ -77,9 +75,7 @@ def find(source: Source) -> list[Path]:
 
 
 def find_exports(source: Source) -> list[Path]:
-    files = source.named(EXPORT, STEP)
-    found = [file for file in files if "export_sequence_idx" in first_row(file)]
-    return with_cut_off(found, files, is_cut_line, levels=2)
+    return with_members(source.named(EXPORT, STEP), {"export_sequence_idx"}, levels=2)
 
 
 def read(source: Source, files: Sequence[Path]) -> Foreign:

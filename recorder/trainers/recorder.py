@@ -235,8 +235,7 @@ class Recorder:
         self.writer.options = replace(self.writer.options, first_step=step if before else 0)
         if before:
             last = record.step(before[-1])
-            ranks = range(last.manifest.num_ranks)
-            ids = [last.batch(rank, ["prompt_id"])["prompt_id"] for rank in ranks]
+            ids = [last.batch(rank, ["prompt_id"])["prompt_id"] for rank in last.ranks]
             self.num_prompts = max(int(column.max(initial=-1)) for column in ids) + 1
             self.version = last.manifest.version
         self._start()

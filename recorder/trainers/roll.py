@@ -5,7 +5,7 @@ Tensors are in a pickled `io.BytesIO`. Agentic batches are padded on the right t
 t + 1. RLVR batches have `prompts` and `responses` as in verl, and rewards in float16.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,10 @@ from recorder.trainers.foreign import (
     BY_PROMPT,
     NO_VERSIONS_OR_REASONS,
     NO_WEIGHTS,
-    Foreign,
-    Source,
     completion_sample,
     member,
     optional,
     prompt_group,
-    read_files,
     sequence_sample,
 )
 from recorder.trainers.sample import LEARNING, Sample
@@ -40,17 +37,8 @@ COLUMNS = {
 }
 
 
-def find(source: Source) -> list[Path]:
-    return source.named(FILES)
-
-
-def read(source: Source, files: Sequence[Path]) -> Foreign:
-    """Read one step per file. Raises ForeignFormat, UnsafePickle."""
-    return read_files("roll", NOTES, files, read_batch)
-
-
 def read_batch(file: Path, notes: list[str]) -> list[Sample]:
-    """Read the rows of a file; add to the notes what they lack."""
+    """Read the rows of a file; add to the notes what they lack. Raises ForeignFormat, UnsafePickle."""
     tensors, others = read_proto(load_pickle(file), str(file))
     notes += [] if "traj_group_id" in others else [BY_PROMPT]
     num_rows = len(member(tensors, "input_ids", str(file)))

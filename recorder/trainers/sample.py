@@ -233,15 +233,15 @@ def tokens_of(values: Mapping[str, Any], where: str) -> tuple[np.ndarray | None,
     return np.concatenate([prompt, completion]), len(prompt)
 
 
-def token_ids(values: Any, where: str) -> np.ndarray:
-    """Return [T] int32. Raises RecordError for ids that no vocabulary has."""
+def token_ids(values: Any, where: str, error: type[RecordError] = RecordError) -> np.ndarray:
+    """Return [T] int32. Raises `error` for ids that no vocabulary has."""
     array = as_numpy(values, where)
     if array.size and array.dtype.kind not in "iu":
-        raise RecordError(f"{where}: {array.dtype} instead of integers")
+        raise error(f"{where}: {array.dtype} instead of integers")
     if array.ndim != 1:
-        raise RecordError(f"{where}: shape {array.shape}, one dimension expected")
+        raise error(f"{where}: shape {array.shape}, one dimension expected")
     if array.size and not 0 <= array.min() <= array.max() < 2**31:
-        raise RecordError(f"{where}: ids from {array.min()} to {array.max()}, 0 to {2**31 - 1} expected")
+        raise error(f"{where}: token ids from {array.min()} to {array.max()}, 0 to {2**31 - 1} expected")
     return array.astype(np.int32, copy=False)
 
 

@@ -28,12 +28,9 @@ from recorder.trainers.foreign import (
     BY_PROMPT,
     NO_VERSIONS_OR_REASONS,
     NO_WEIGHTS,
-    Foreign,
-    Source,
     experts_of,
     member,
     optional,
-    read_files,
     sequence_sample,
 )
 from recorder.trainers.guarded import Guarded
@@ -169,17 +166,8 @@ def recorded_rows(batch: Any, advantages: Any, generated: Mapping[str, Sequence[
     return [sample_of(row) for row in range(num_rows)]
 
 
-def find(source: Source) -> list[Path]:
-    return source.named(FILES)
-
-
-def read(source: Source, files: Sequence[Path]) -> Foreign:
-    """Read one step per file. Raises ForeignFormat, UnsafePickle."""
-    return read_files("skyrl", NOTES, files, read_batch)
-
-
 def read_batch(file: Path, notes: list[str]) -> list[Sample]:
-    """Read the rows of a file; add to the notes what they lack."""
+    """Read the rows of a file; add to the notes what they lack. Raises ForeignFormat, UnsafePickle."""
     state = state_of(load_pickle(file), str(file))
     metadata, packed = optional(state, "metadata", {}), member(state, "batch_dict", str(file))
     lists = {key: value["items"] for key, value in packed.items() if is_list(value)}

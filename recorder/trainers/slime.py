@@ -21,13 +21,11 @@ from recorder.trainers.foreign import (
     Foreign,
     Source,
     completion_sample,
-    counted,
     finish_reason_of,
     member,
     number_or_none,
-    of_one_run,
     optional,
-    read_steps,
+    read_files,
     values_of_inputs,
     with_cut_off,
 )
@@ -67,15 +65,14 @@ def is_rollout(names: set[Any]) -> bool:
 
 def read(source: Source, files: Sequence[Path]) -> Foreign:
     """Read one step per file. Raises ForeignFormat, UnsafePickle."""
-    notes: list[str] = []
     trained: dict[Path, list[Path]] = {}
     for file in source.named(r"\d+(_\d+)?\.pt", "train_data"):
         trained.setdefault(file.parents[1] / file.stem.split("_")[0], []).append(file)
-    steps, left_out = read_steps(
-        [(f"rollout {file.stem}", [file]) for file in of_one_run(files)],
-        lambda paths: read_rollout(paths[0], trained.get(paths[0].parents[1] / paths[0].stem, []), notes),
-    )
-    return Foreign("slime", steps, [*NOTES, *counted(notes), *left_out])
+
+    def read_file(file: Path, notes: list[str]) -> list[Sample]:
+        return read_rollout(file, trained.get(file.parents[1] / file.stem, []), notes)
+
+    return read_files("slime", NOTES, files, read_file, step="rollout {}")
 
 
 def read_rollout(file: Path, trained: Sequence[Path], notes: list[str]) -> list[Sample]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import UnsafePickle
+from recorder.tensors import float32_of_bits
 
 TORCH_TYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype("<f8"),
@@ -141,9 +142,7 @@ def rebuild_tensor(
         flat[offset:], shape, [stride * flat.itemsize for stride in strides]
     )
     values = np.ascontiguousarray(view)
-    if storage.dtype == "bfloat16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values
+    return float32_of_bits(values) if storage.dtype == "bfloat16" else values
 
 
 def rebuild_typed(
@@ -163,7 +162,7 @@ def rebuild_consolidated(metadata: Mapping[str, Any], storage: np.ndarray) -> di
         name = str(dtype).removeprefix("torch.")
         values = np.frombuffer(storage[begin:end].tobytes(), TORCH_TYPES[name])
         values = values[: math.prod(shape)].reshape(tuple(shape))
-        found[key] = (values.astype(np.uint32) << 16).view(np.float32) if name == "bfloat16" else values
+        found[key] = float32_of_bits(values) if name == "bfloat16" else values
     for key, value in metadata["non_tensors"].items():
         found[key] = value[0] if isinstance(value, tuple) else value
     return found

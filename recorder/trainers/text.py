@@ -15,25 +15,18 @@ from recorder.trainers.foreign import (
     Foreign,
     Source,
     Step,
-    first_row,
-    is_cut_line,
     json_lines,
     number_or_none,
     of_one_run,
-    read_steps,
-    with_cut_off,
 )
 from recorder.trainers.sample import Sample
 
 AREAL = {"prompt", "completion", "reward", "task_id"}
 VERL = {"input", "output", "score", "step"}
 ROLL = ("prompt", "responses", "scores")
-LINES = r".*\.jsonl"
-
-
-def find_areal(source: Source) -> list[Path]:
-    files = source.named(LINES, r"-?\d+")
-    return with_cut_off([file for file in files if first_row(file).keys() >= AREAL], files, is_cut_line, 2)
+AREAL_FILES, AREAL_FOLDERS, VERL_FILES = r".*\.jsonl", r"-?\d+", r"\d+\.jsonl"
+ROLL_FILES = r"rollout_dump_data\.step_\d+\.jsonl"
+NOTES = (TEXT_ONLY, BY_PROMPT)
 
 
 def read_areal(source: Source, files: Sequence[Path]) -> Foreign:
@@ -57,36 +50,14 @@ def areal_row(row: Mapping[str, Any]) -> Sample:
     return Sample(tokens=None, reward=number_or_none(row["reward"]), group=group, text=text)
 
 
-def find_verl(source: Source) -> list[Path]:
-    files = source.named(r"\d+\.jsonl")
-    return with_cut_off([file for file in files if first_row(file).keys() >= VERL], files, is_cut_line)
-
-
-def read_verl(source: Source, files: Sequence[Path]) -> Foreign:
-    """Read one step per file. Raises ForeignFormat."""
-    steps, notes = read_steps(
-        [(f"step {file.stem}", [file]) for file in of_one_run(files)],
-        lambda paths: [verl_row(line.row) for line in json_lines(paths[0])],
-    )
-    return Foreign("verl-text", steps, [TEXT_ONLY, BY_PROMPT, *notes])
-
-
-def verl_row(row: Mapping[str, Any]) -> Sample:
+def verl_row(row: Mapping[str, Any], where: str) -> Sample:
     text = (row["input"], row["output"])
     return Sample(tokens=None, reward=number_or_none(row["score"]), group=row["input"], text=text)
 
 
-def find_roll(source: Source) -> list[Path]:
-    return source.named(r"rollout_dump_data\.step_\d+\.jsonl")
-
-
-def read_roll(source: Source, files: Sequence[Path]) -> Foreign:
-    """Read one step per file: one object with a list per column. Raises ForeignFormat."""
-    steps, notes = read_steps(
-        [(file.stem, [file]) for file in of_one_run(files)],
-        lambda paths: [sample for line in json_lines(paths[0]) for sample in roll_rows(line.row)],
-    )
-    return Foreign("roll-text", steps, [TEXT_ONLY, BY_PROMPT, *notes])
+def read_roll(file: Path, notes: list[str]) -> list[Sample]:
+    """Read objects with a list per column. Raises ForeignFormat."""
+    return [sample for line in json_lines(file) for sample in roll_rows(line.row)]
 
 
 def roll_rows(columns: Mapping[str, Any]) -> list[Sample]:

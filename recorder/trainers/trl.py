@@ -3,7 +3,7 @@
 Columns are step, prompt, completion, one per reward function, others that were logged, advantage.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,7 @@ from areal_core.safety.printable import printable
 from areal_core.safety.received import MOST_BYTES, read_received
 from recorder.errors import ForeignFormat, RecordError, UnfinishedFile
 from recorder.pictures.kinds import encoded
-from recorder.trainers.foreign import (
-    BY_PROMPT,
-    NO_FILES,
-    TEXT_ONLY,
-    Foreign,
-    Source,
-    counted,
-    number_or_none,
-    of_one_run,
-    read_steps,
-)
+from recorder.trainers.foreign import BY_PROMPT, NO_FILES, TEXT_ONLY, number_or_none
 from recorder.trainers.sample import Sample
 
 FILES = r"completions_\d+\.parquet"
@@ -39,18 +29,9 @@ SEVERAL = (
 )
 
 
-def find(source: Source) -> list[Path]:
-    return source.named(FILES)
-
-
-def read(source: Source, files: Sequence[Path]) -> Foreign:
-    """Read one step per file. Raises ForeignFormat, and RecordError without pyarrow."""
-    notes: list[str] = []
-    steps, left_out = read_steps(
-        [(file.stem, [file]) for file in of_one_run(files)],
-        lambda paths: [parse_row(row, notes) for row in table_rows(paths[0])],
-    )
-    return Foreign("trl", steps, [*NOTES, *counted(notes), *left_out])
+def read_table(file: Path, notes: list[str]) -> list[Sample]:
+    """Read the rows of a file. Raises ForeignFormat, and RecordError without pyarrow."""
+    return [parse_row(row, notes) for row in table_rows(file)]
 
 
 def table_rows(file: Path) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import ForeignFormat
+from recorder.tensors import float32_of_bits
 from recorder.trainers.file_pictures import pictures_in
 from recorder.trainers.foreign import (
     BY_PROMPT,
@@ -317,7 +318,7 @@ def unpack(packed: Sequence[Any], where: str) -> np.ndarray:
         raise ForeignFormat(f"{where} is a nested tensor or of an unknown type")
     dtype, shape, data = packed
     values = np.frombuffer(bytes(data), TORCH_TYPES[dtype]).reshape([int(size) for size in shape])
-    return (values.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values
+    return float32_of_bits(values) if dtype == "bfloat16" else values
 
 
 def parse_rows(

@@ -5,7 +5,7 @@ A plain sample has `prompt_ids`, `response_ids` and values of the response. An a
 tokens of tools.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from recorder.trainers.file_pictures import pictures_in
 from recorder.trainers.foreign import (
     FROM_REWARDS,
     NO_WEIGHTS,
-    Foreign,
-    Source,
     as_tokens,
     completion_sample,
     experts_of,
@@ -25,7 +23,6 @@ from recorder.trainers.foreign import (
     member,
     number_or_none,
     optional,
-    read_files,
     sequence_sample,
 )
 from recorder.trainers.sample import Sample
@@ -38,16 +35,8 @@ NOTES = (FROM_REWARDS, NO_WEIGHTS)
 EXPERTS = "routed experts are in Ray's memory or in other files, and not imported"
 
 
-def find(source: Source) -> list[Path]:
-    return source.named(FILES)
-
-
-def read(source: Source, files: Sequence[Path]) -> Foreign:
-    """Read one step per file. Raises ForeignFormat, UnsafePickle."""
-    return read_files("xtuner", NOTES, files, read_groups)
-
-
 def read_groups(file: Path, notes: list[str]) -> list[Sample]:
+    """Read the rows of a file. Raises ForeignFormat, UnsafePickle."""
     groups = load_pickle(file)
     if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
         raise ForeignFormat(f"{file} has no list of groups")

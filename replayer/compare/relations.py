@@ -12,6 +12,7 @@ import numpy as np
 
 from recorder import RecordedStep
 from recorder.format import TensorEntry
+from recorder.tensors import float32_of_bits
 from replayer.compare.stages import (
     Foreign,
     StageDifference,
@@ -169,7 +170,7 @@ def pair_of(
 def numbers(values: np.ndarray, entry: TensorEntry) -> np.ndarray:
     """Return the values as float64 or int64; bfloat16 from its bits."""
     if entry.dtype == "BF16":
-        return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return float32_of_bits(values).astype(np.float64)
     return values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
 
 

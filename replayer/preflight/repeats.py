@@ -17,7 +17,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from recorder.difference import Difference
-from recorder.format import Outcome, outcome_document, parse_outcome
+from recorder.documents import parse_as
+from recorder.format import Outcome, outcome_document
 from replayer.check import NOT_COMPUTED, StepComparison, compare_outcomes
 from replayer.preflight.settings import PreflightFinding
 
@@ -83,7 +84,7 @@ def write_repeat(folder: Path, outcomes: Sequence[Outcome], findings: list[Prefl
 def read_repeat(folder: Path) -> tuple[list[Outcome], tuple[PreflightFinding, ...]]:
     """Read rank 0's outcomes and findings."""
     document = json.loads((folder / REPEAT_FILE).read_text())
-    outcomes = [parse_outcome(outcome, REPEAT_FILE) for outcome in document["outcomes"]]
+    outcomes = [parse_as(Outcome, outcome, REPEAT_FILE) for outcome in document["outcomes"]]
     return outcomes, tuple(PreflightFinding(**f) for f in document["findings"])
 
 

@@ -208,7 +208,7 @@ def steps_to_read(record: Record) -> tuple[list[int], int]:
 def rows_of_step(step: RecordedStep, most_tokens: int, words: dict[str, int]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     num_tokens, most = 0, max(1, most_tokens // step.manifest.num_ranks)
-    for rank in range(step.manifest.num_ranks):
+    for rank in step.ranks:
         num_tokens = 0
         for row in rows_of_rank(step, rank, words):
             is_new_group = not rows or row["prompt"] != rows[-1]["prompt"] or not row["has_prompt"]
