@@ -184,8 +184,10 @@ def cut_prompts(world: World) -> Given:
     """The engine keeps the last 5 tokens of each prompt."""
     cut = PROMPT_LENGTH - 5
     kept = replace(world, prompts=world.prompts[:, cut:]).sample()
-    tokens = torch.cat([world.prompts[:, :cut], torch.as_tensor(kept.input_ids.reshape(NUM_ROWS, -1))], 1)
-    logprobs = np.pad(kept.engine_logprobs.reshape(NUM_ROWS, -1), [(0, 0), (cut, 0)])
+    tokens = torch.cat(
+        [world.prompts[:, :cut], torch.as_tensor(kept.input_ids.reshape(len(world.prompts), -1))], 1
+    )
+    logprobs = np.pad(kept.engine_logprobs.reshape(len(world.prompts), -1), [(0, 0), (cut, 0)])
     sequences = replace(sequences_of(tokens, PROMPT_LENGTH), engine_logprobs=logprobs.reshape(-1))
     return Given(sequences, alternatives=probes.cut_prompts(world.trainer, sequences, 1.0))
 
