@@ -34,7 +34,7 @@ from areal_core.errors import ModelError
 from areal_core.rollout.errors import RequestRefused
 from areal_core.rollout.types import Sampling
 from areal_core.trainer.build import shard_engine
-from consistency.engines import SamplingParams, call_all, connect, exchange
+from consistency.engines import call_all, connect, exchange
 from consistency.live import Vocabulary
 
 FORMAT = 1
@@ -258,7 +258,7 @@ class ServerTarget:
 
     def sample(self, requests: Sequence[Request], batch_size: int, max_new_tokens: int) -> list[Completed]:
         """Send `batch_size` requests at a time; the server chooses the seeds."""
-        params = SamplingParams(max_new_tokens=max_new_tokens)
+        params = Sampling(max_new_tokens=max_new_tokens)
         calls = [partial(self._engine.sample, request.prompt, params) for request in requests]
         replies = call_all(calls, batch_size, lambda _: None)
         # The trainer's log-probs are float32; a server may print fewer or more digits.
