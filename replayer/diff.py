@@ -25,10 +25,10 @@ from replayer.check import WITHOUT_EFFECT, HeaderComparison, compare_headers
 from replayer.compare.stages import STAGES, StageDifference, compare_steps, prompts_of, stages_shared
 from replayer.errors import ReplayError
 from replayer.own_code import FIRST_STAGE, compare_own_code
+from replayer.step_weights import WEIGHTS
 
 # options that change no number of a run; a replay ignores more options, as it has no engine
 WITHOUT_NUMBERS = WITHOUT_EFFECT - {"allocation_mode", "rollout", "sglang", "vllm"}
-WEIGHTS = (".safetensors", ".bin", ".gguf")
 MODEL_PATHS = ("actor.path", "tokenizer_path")
 # steps in which a prompt is looked for that two records share: another order is in the same epoch
 SEARCHED_FOR_PROMPTS = 20
@@ -129,9 +129,7 @@ def diff_records(
         StepNotRecorded: one of them lacks `step`.
         DamagedRecord: bytes differ from those written.
     """
-    shared = sorted(set(left.steps) & set(right.steps)) if step is None else [step]
-    if not shared:
-        raise ReplayError(f"{left.path} and {right.path} have no step in common: there is nothing to compare")
+    shared = common_steps(left, right) if step is None else [step]
     foreign = left.header.trainer is not None, right.header.trainer is not None
     differences: tuple[StageDifference, ...] = ()
     unknown: dict[str, Counter[str]] = {"A": Counter(), "B": Counter()}
@@ -168,7 +166,7 @@ def diff_records(
         left=left.path,
         right=right.path,
         num_compared=num_compared,
-        num_shared=len(set(left.steps) & set(right.steps)),
+        num_shared=len(common_steps(left, right)),
         only_left=tuple(sorted(set(left.steps) - set(right.steps))),
         only_right=tuple(sorted(set(right.steps) - set(left.steps))),
         set_differently=header,
@@ -184,6 +182,14 @@ def diff_records(
         unrelated=why_unrelated(left, right, shared) if differences else None,
         by_checksums=fast,
     )
+
+
+def common_steps(left: Record, right: Record) -> list[int]:
+    """Return the steps that both records have, ascending. Raises ReplayError if there are none."""
+    found = sorted(set(left.steps) & set(right.steps))
+    if not found:
+        raise ReplayError(f"{left.path} and {right.path} have no step in common: there is nothing to compare")
+    return found
 
 
 def why_unrelated(left: Record, right: Record, steps: Sequence[int]) -> str | None:

@@ -204,14 +204,15 @@ def compare_layers(
     """
     from areal_debug.diff.report import report_of_first_step
     from recorder import open_record
-    from replayer.commits.first_step import bisect_steps, explain_step
+    from replayer.commits.first_step import bisect_steps
     from replayer.commits.warm import layers_with_own_code
+    from replayer.diff import diff_records
     from replayer.errors import ReplayError
 
     here, there = open_record(left), open_record(right)
     announce(f"comparing the weights of {left} and {right}")
     found = bisect_steps(here, there, fast)
-    report, traced = explain_step(here, there, found), None
+    report, traced = None if found.step is None else diff_records(here, there, found.step), None
     if layers and found.step is not None:
         announce(f"replaying step {found.step} of both, each with its own code")
         try:

@@ -17,9 +17,8 @@ from replayer.compare.stages import (
     StageDifference,
     bits,
     files,
-    find_rows,
-    match_rows,
-    side_of,
+    paired_rows,
+    sides_of,
     tensor_entries,
 )
 
@@ -43,6 +42,12 @@ class Pattern:
 def count(number: int, noun: str) -> str:
     """Return `1 row`, `2 rows`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def listed(names: Sequence[str], limit: int = 3) -> str:
+    """Join names with commas; of many, `limit` and a count of the rest."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 # tokens and names: numbers whose size means nothing; and floats of which NumPy knows the bits only
@@ -118,12 +123,8 @@ def read_pairs(
     one, other = tensor_entries(here, key)[0], tensor_entries(there, key)[0]
     assert one is not None
     assert other is not None
-    if any(foreign):
-        rows, other_rows = match_rows(left, right)
-    else:
-        rows, other_rows = find_rows(left), find_rows(right)
-    a = side_of(left, here, rows, key, foreign[0], any(foreign))
-    b = side_of(right, there, other_rows, key, foreign[1], any(foreign))
+    rows, other_rows = paired = paired_rows(left, right, foreign)
+    a, b = sides_of((left, right), kind, key, paired, foreign)
     per_token = one.axis == "token"
     in_prompt = key == "input_ids" and difference.place is not None and difference.place.in_prompt
     found = []

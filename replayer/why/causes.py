@@ -22,12 +22,14 @@ from replayer.commits.acting import ChangedFile, files_acting
 from replayer.commits.bisect import Commit, commits_between, git, has_commit
 from replayer.commits.outside import code_of
 from replayer.commits.warm import search_commits
+from replayer.compare.relations import listed
 from replayer.compare.stages import STAGES, StageDifference, prompts_of
-from replayer.diff import WEIGHTS, DiffReport, acts_from, share_a_prompt
+from replayer.diff import DiffReport, acts_from, common_steps, share_a_prompt
 from replayer.errors import SameNumbers
 from replayer.own_code import code_arguments, own_code_of
 from replayer.request import Request, is_new_option_at_default
-from replayer.why.report import UNKNOWN, Cause, Confidence, Finding, Kind, Setting, listed
+from replayer.step_weights import WEIGHTS
+from replayer.why.report import UNKNOWN, Cause, Confidence, Finding, Kind, Setting
 
 if TYPE_CHECKING:
     from replayer.commits.outside import CodeDifference
@@ -101,18 +103,6 @@ class Case:
         return "rewards" if self.first.name == "rewards" else "rows"
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A possible cause. `distance` is 0 for what acts directly where the records differ."""
-
-    cause: Cause
-    distance: int
-    evidence: str
-    refuted_by: str
-    next: str
-    settings: tuple[str, ...] = ()
-
-
 def settings_of(case: Case) -> list[Setting]:
     """List everything that is not the same in both, what acts first."""
     header, first = case.report.set_differently, case.first
@@ -177,7 +167,7 @@ def option_of_others_acts(case: Case, name: str) -> tuple[bool, str]:
     return True, f"where this option of {case.left.header.trainer} acts is not known"
 
 
-def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
+def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Finding]:
     """Yield one candidate for the options that act, the latest first."""
     acting = [item for item in settings if item.section == "config" and item.acts]
     if not acting:
@@ -193,15 +183,16 @@ def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candi
     evidence = (
         f"{listed([item.where for item in acting])} {'act' if len(acting) > 1 else 'acts'} on the {stage}"
     )
-    yield Candidate(
+    yield Finding(
         Cause("config", what),
-        distance,
-        evidence if case.left.header.trainer is None else nearest.why,
+        "low",
+        (evidence if case.left.header.trainer is None else nearest.why,),
         f"B, run again with {nearest.where}={shown_value(nearest.left)}, still differs from A there",
         diff_command(case)
         if stage == "batch" or not has_plans
         else replay_command(case.left, case.step, overrides[0]),
-        overrides,
+        distance=distance,
+        settings=overrides,
     )
 
 
@@ -225,7 +216,7 @@ def code_of_user(record: Record) -> str:
     )
 
 
-def model_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
+def model_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Finding]:
     """Yield the model's files, if the records start from others."""
     names = [
         item.where.split(".size_bytes")[0].split(".crc32c")[0] for item in settings if item.section == "model"
@@ -234,16 +225,16 @@ def model_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candid
     if names and (case.step == case.left.steps[0] or not case.weights_before):
         of_weights = any(name.endswith(WEIGHTS) for name in names)
         what = f"A and B started from other model files ({listed(names)})"
-        yield Candidate(
+        yield Finding(
             Cause("config" if of_weights else "data", what),
-            0,
-            f"{listed(names)} of the model have other contents",
+            "low",
+            (f"{listed(names)} of the model have other contents",),
             "B, run again from A's model files, still differs from A there",
             f"areal-debug record show {quote(case.right.path)}",
         )
 
 
-def environment_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
+def environment_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Finding]:
     """Yield one candidate of the switches that differ, then one of the hardware."""
     acting = [
         item for item in settings if item.section == "environment" and item.acts and not item.is_outside
@@ -257,16 +248,17 @@ def environment_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[
         what = f"{one.where} is {shown(one.left)} in A and {shown(one.right)} in B"
         if len(items) > 1:
             what += f" (also {listed([item.where for item in items[1:]])})"
-        yield Candidate(
+        yield Finding(
             Cause("environment", what),
-            4 if hardware else 3,
-            f"{listed([item.where for item in items])} can act on the {case.first.stage}",
+            "low",
+            (f"{listed([item.where for item in items])} can act on the {case.first.stage}",),
             f"B, run again where {one.where} is {shown(one.left)}, still differs from A there",
             replay_command(case.right, case.step),
+            distance=4 if hardware else 3,
         )
 
 
-def outside_candidates(case: Case) -> Iterator[Candidate]:
+def outside_candidates(case: Case) -> Iterator[Finding]:
     """Yield what no commit shows: uncommitted changes, scripts, patched libraries, variables."""
     for item in case.outside:
         if not outside_acts(case, item):
@@ -278,12 +270,13 @@ def outside_candidates(case: Case) -> Iterator[Candidate]:
             what = f"{item.what} differs between A and B"
         else:
             what = f"only {item.used_by} uses {item.file}"
-        yield Candidate(
+        yield Finding(
             Cause(kind, what, item.file, item.line),
-            distance_of(case, item),
-            f"{item.what} can act on the {case.first.stage}",
+            "low",
+            (f"{item.what} can act on the {case.first.stage}",),
             f"B, run again with A's {item.kind}, still differs from A there",
             diff_command(case),
+            distance=distance_of(case, item),
         )
 
 
@@ -343,7 +336,7 @@ def data_finding(case: Case) -> Finding | None:
                 "the other prompts are equal, at the same place: the data set was changed, not its order"
             )
             return judged("data", what, evidence, "the data sets of A and B have equal prompts")
-        if share_a_prompt(case.left, case.right, sorted({*case.left.steps} & {*case.right.steps})):
+        if share_a_prompt(case.left, case.right, common_steps(case.left, case.right)):
             what = (
                 "the order of the prompts is not determined by what is recorded: something draws it at random"
             )
@@ -390,13 +383,6 @@ def shown(value: Any) -> str:
 
 def shown_value(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def finding_of(candidate: Candidate, confidence: Confidence, *evidence: str) -> Finding:
-    """Return a candidate as the answer."""
-    return Finding(
-        candidate.cause, confidence, (candidate.evidence, *evidence), candidate.refuted_by, candidate.next
-    )
 
 
 def unknown_finding(case: Case, *evidence: str) -> Finding:

@@ -18,14 +18,12 @@ from replayer.diff import INPUTS, judge_size
 from replayer.errors import NothingToBisect, ReplayError
 from replayer.own_code import is_allowed
 from replayer.why.causes import (
-    Candidate,
     Case,
     History,
     Note,
     bisected,
     data_finding,
     diff_command,
-    finding_of,
     replay_command,
     static_finding,
     unknown_finding,
@@ -75,7 +73,7 @@ def is_replayable(case: Case) -> bool:
     return case.first.stage != "batch" and known and header.recording.has_plans
 
 
-def option_finding(case: Case, candidate: Candidate, others: int, options: Options) -> Finding | None:
+def option_finding(case: Case, candidate: Finding, others: int, options: Options) -> Finding | None:
     """Judge options, or model files, that were set differently; None if a replay refutes them.
 
     Args:
@@ -88,23 +86,23 @@ def option_finding(case: Case, candidate: Candidate, others: int, options: Optio
         confidence: Confidence = "high" if alone else "medium" if is_likely else "low"
         if case.left.header.trainer is not None and candidate.settings:  # where they act is not known
             confidence = "medium" if alone else "low"
-        return finding_of(candidate, confidence)
+        return candidate.sure(confidence)
     options.note(f"replaying step {case.step} of A with {' '.join(candidate.settings)}")
     changed = run(case.left, case.step, candidate.settings)
     if changed is None:
-        return finding_of(candidate, "medium", "A could not be replayed here with B's options")
+        return candidate.sure("medium", "A could not be replayed here with B's options")
     if not is_before(first_of(changed, case.right, case.step), case.first):
         proof = (
             f"A, replayed here with B's options, has B's bits at the {case.first.stage} of step {case.step}"
         )
-        return finding_of(isolated(case, candidate, run, options.note), "high", proof)
+        return isolated(case, candidate, run, options.note).sure("high", proof)
     plain = run(case.left, case.step)
     if plain is not None and not is_before(first_of(plain, changed, case.step), case.first):
         return None
-    return finding_of(candidate, "medium", "A, replayed here with B's options, has neither A's nor B's bits")
+    return candidate.sure("medium", "A, replayed here with B's options, has neither A's nor B's bits")
 
 
-def isolated(case: Case, candidate: Candidate, run: Callable[..., Record | None], note: Note) -> Candidate:
+def isolated(case: Case, candidate: Finding, run: Callable[..., Record | None], note: Note) -> Finding:
     if len(candidate.settings) == 1:
         return candidate
     for setting in candidate.settings[:3]:
