@@ -6,9 +6,11 @@ comparisons themselves, for any two runs.
 """
 
 import math
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -27,28 +29,8 @@ from replayer.noise import Guarantee, Trajectory, Verdict, expected_guarantee, i
 from replayer.own_code import OwnCodeState, by_name, compare_own_code
 from replayer.request import is_new_option_at_default
 
-# Options of file locations, logging and recording, none of which changes a number.
 WITHOUT_EFFECT = frozenset(
-    {
-        "allocation_mode",
-        "checkpointer",
-        "cluster",
-        "consistency",
-        "debug",
-        "evaluator",
-        "experiment_name",
-        "launcher",
-        "perf_tracer",
-        "recover",
-        "rollout",
-        "saver",
-        "scheduler",
-        "sglang",
-        "stats_logger",
-        "trial_name",
-        "valid_dataset",
-        "vllm",
-    }
+    tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["without_effect"]
 )
 # Statistics of the machine, not of the batch.
 NOT_COMPUTED = ("timeperf/",)

@@ -32,26 +32,10 @@ WITHOUT_NUMBERS = WITHOUT_EFFECT - {"allocation_mode", "rollout", "sglang", "vll
 MODEL_PATHS = ("actor.path", "tokenizer_path")
 # steps in which a prompt is looked for that two records share: another order is in the same epoch
 SEARCHED_FOR_PROMPTS = 20
-# last words of options with which other trainers name runs and places
-OF_PLACES = frozenset(
-    ("default_local_dir", "experiment_name", "hub_model_id", "logging_dir", "output_dir", "project_name",
-     "report_to", "rollout_data_dir", "run_name", "wandb_project")
-)  # fmt: skip
-ACTS_FROM = tomllib.loads(Path(__file__).with_name("acts_from.toml").read_text(encoding="utf-8"))
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+INPUTS: dict[str, str] = TABLE["inputs"]
 # largest effect of summation order at this precision, relative to 1 or to the value
 NOISE = {"float32": 64 * 2.0**-23, "bfloat16": 64 * 2.0**-8, "float16": 64 * 2.0**-10}
-INPUTS = {
-    "finish_reason": "the same tokens have another finish reason",
-    "logprobs": "the engine returned other logprobs for the same tokens",
-    "versions": "the same tokens were sampled by other versions of the weights",
-    "rows": "one side lacks rows that the other trained on",
-    "tool result": "a tool of the agent returned something else to the same call",
-    "images": "the same prompts have other pictures: check the data set",
-    "order of rows": "the same rows were trained on in another order",
-    "rewards": "the same completions have other rewards: check the reward function and its inputs",
-    "loss_mask": "other tokens of the same rows are trained on",
-    "input_ids": "the same prompts have other completions",
-}
 
 
 @dataclass(frozen=True)
@@ -249,7 +233,9 @@ def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
         ]
     else:
         is_known = one.trainer == other.trainer and bool(one.config and other.config)
-        config = [item for item in header.config if is_known and item.where.split(".")[-1] not in OF_PLACES]
+        config = [
+            item for item in header.config if is_known and item.where.split(".")[-1] not in TABLE["of_places"]
+        ]
     if one.trainer is None and other.trainer is None:
         return replace(header, config=tuple(config))
     imported = any("imported" in side.environment for side in (one, other))
@@ -296,7 +282,9 @@ def stages_not_recorded(
 
 def acts_from(option: str) -> str:
     """Return the first stage on which an option acts."""
-    prefixes = [(len(p), stage) for stage, names in ACTS_FROM.items() for p in names if option.startswith(p)]
+    prefixes = [
+        (len(p), stage) for stage, names in TABLE["acts_from"].items() for p in names if option.startswith(p)
+    ]
     return max(prefixes, default=(0, "batch"))[1]
 
 

@@ -12,10 +12,12 @@ What another trainer did not give is unknown, and differs from nothing: a tensor
 row whose bit is set, NaN in a tensor of that trainer. Its statistics have its own names.
 """
 
+import tomllib
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,24 +35,7 @@ LOGPROBS = ("loss_mask", "prox_logp", "ref_logp", "teacher_logp", "values", "ent
 NOT_COMPARED = {"cu_seqlens", "prompt_id", "sample_id", *OTHER_TRAINER_KEYS, *IMAGE_KEYS}
 # last word of a statistic of another trainer -> its stage
 STAGE_OF_STATISTIC = dict.fromkeys(("loss", "pg_loss", "policy_loss"), "loss") | {"grad_norm": "gradient"}
-# in the order of computation: the first difference explains later ones
-ORDER = (
-    "input_ids",
-    "loss_mask",
-    "finish_reason",
-    "rewards",
-    "versions",
-    "logprobs",
-    "prox_logp",
-    "entropy",
-    "ref_logp",
-    "teacher_logp",
-    "values",
-    "kl_rewards",
-    "total_rewards",
-    "returns",
-    "advantages",
-)
+ORDER: list[str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["order"]
 
 
 @dataclass(frozen=True)

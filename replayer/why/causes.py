@@ -9,6 +9,7 @@ both. `areal_debug.replay.ranks` runs steps again where several remain.
 """
 
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,27 +36,10 @@ if TYPE_CHECKING:
     from replayer.commits.outside import CodeDifference
     from replayer.compare.relations import Pattern
 
-# prefixes of options that a batch depends on, and nothing after it: its equal rows refute them
-ONLY_BATCH = ("gconfig", "train_dataset", "valid_dataset", "rollout", "sglang", "vllm", "workflow")
-# what differs in a batch -> the options that can act on it; {} any option
-OF_DATA = ("seed", "train_dataset", "gconfig.n_samples", "rollout", "dynamic_bs", "total_train", "tokenizer_path",
-           "actor.path", "allocation_mode")  # fmt: skip
-OF_TOOLS = ("rollout", "workflow", "agent", "train_dataset")
-OF_REWARDS = ("reward", "workflow", "agent", "train_dataset")
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 # members of the environment that `replayer.commits.outside` compares
 OF_CODE = ("code", "libraries", "variables")
 VARIABLES_OF_KERNELS = frozenset(VARIABLES) - {"PYTHONHASHSEED"}
-# what differs in a batch -> words in the names of files and variables that compute it
-WORDS = {
-    "data": ("dataset", "loader", "rows", "prompt", "data", "batch"),
-    "rewards": ("reward", "workflow", "agent"),
-    "engine": ("embedded", "engine", "sglang", "vllm", "fleet", "generate", "live"),
-    "tools": ("tool", "agent", "workflow"),
-    "rows": ("episodes", "workflow", "agent", "batch"),
-}
-HARDWARE = ("cpu", "platform", "num_cores", "torch.gpus", "torch.gpu_driver")
-
-
 # Last parts of names of options of other trainers.
 NO_NUMBER = re.compile(
     r"(?i)log(ging)?_?(dir|steps|freq|level)?|output_?dir|save_\w+|run_?name|report_to|wandb\w*|project(_name)?|"
@@ -147,9 +131,9 @@ def option_acts(case: Case, item: Difference) -> tuple[bool, str]:
     acts = acts_from(option)
     if STAGES.index(acts) > STAGES.index(stage):
         return False, f"acts later, from the {acts} on"
-    if stage != "batch" and option.startswith(ONLY_BATCH):
+    if stage != "batch" and option.startswith(tuple(TABLE["only_batch"])):
         return False, "acts on the batch, which is equal"
-    names = {"data": OF_DATA, "rewards": OF_REWARDS, "tools": OF_TOOLS}.get(case.kind_of_batch or "")
+    names = TABLE["options"].get(case.kind_of_batch)
     if names is not None and not any(
         name in option if name == "reward" else option.startswith(name) for name in names
     ):
@@ -239,7 +223,7 @@ def environment_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[
     acting = [
         item for item in settings if item.section == "environment" and item.acts and not item.is_outside
     ]
-    is_hardware = [item.where.startswith(HARDWARE) for item in acting]
+    is_hardware = [item.where.startswith(tuple(TABLE["hardware"])) for item in acting]
     for hardware in (False, True):
         items = [item for item, is_one in zip(acting, is_hardware, strict=True) if is_one is hardware]
         if not items:
@@ -301,7 +285,7 @@ def distance_of(case: Case, item: "CodeDifference") -> int:
         return -1
     if item.used_by != "both":
         return 3
-    words = WORDS.get(case.kind_of_batch or "", ())
+    words = TABLE["words"].get(case.kind_of_batch, ())
     if any(word in f"{item.file or ''} {item.what}".lower() for word in words):
         return 0
     return 1 if item.kind != "script" or case.first.stage == "batch" else 2
@@ -472,7 +456,7 @@ def acting_on(case: Case, repository: Path, older: str, newer: str) -> list[Chan
 
 def nearness(case: Case, file: ChangedFile) -> tuple[bool, int]:
     """Return the sort key of a file: whether its path does not name what differs, its distance."""
-    words = WORDS.get(case.kind_of_batch or "", ())
+    words = TABLE["words"].get(case.kind_of_batch, ())
     return bool(words) and not any(word in file.path for word in words), file.distance
 
 
