@@ -291,61 +291,34 @@ def distance_of(case: Case, item: "CodeDifference") -> int:
     return 1 if item.kind != "script" or case.first.stage == "batch" else 2
 
 
+def finding(key: str, command: str, *evidence: str, **fields: Any) -> Finding:
+    """Fill in a row of findings of the table, with further evidence."""
+    row = TABLE["findings"][key]
+    said = (row["evidence"].format(**fields),) if "evidence" in row else ()
+    cause = Cause(row["kind"], row["what"].format(**fields))
+    return Finding(cause, row["confidence"], (*said, *evidence), row["refuted_by"], command)
+
+
 def data_finding(case: Case) -> Finding | None:
     """Judge inputs or rewards that differ though nothing was set differently."""
-    first = case.first
-
-    def judged(kind: Kind, what: str, evidence: str, refuted: str) -> Finding:
-        return Finding(Cause(kind, what), "medium", (evidence,), refuted, diff_command(case))
-
+    first, command = case.first, diff_command(case)
+    counts = {"differing": first.num_different, "total": first.num_compared}
     if first.name == "images":
-        what = f"{first.num_different} of {first.num_compared} pictures of the same rows are others"
-        evidence = f"A has {first.left or 'none'}, B {first.right or 'none'}"
-        return judged("data", what, evidence, "the data sets of A and B have equal pictures")
-    if first.name == "tool result":
-        what = "a tool outside of the run, or its data, answered the same call in another way"
-        evidence = "the messages and the tool calls before it are equal"
-        refuted = "the tool, called again with these arguments, returns the same every time"
-        return judged("environment", what, evidence, refuted)
-    if first.name == "loss_mask":
-        of = f"{first.num_different} of {first.num_compared} tokens"
-        same = "prompts and completions are equal: what makes the mask is not the same"
-        return not_known(case, f"the loss mask of {of} of the same rows differs", same)
+        return finding("pictures", command, left=first.left or "none", right=first.right or "none", **counts)
+    if first.name in ("tool result", "loss_mask"):
+        return finding("tool" if first.name == "tool result" else "mask", command, **counts)
     if case.kind_of_batch == "data":
         here, there = prompts_of(case.left.step(case.step), case.right.step(case.step))
         equal = sum(there.get(name) == prompt for name, prompt in here.items())
         if len(here) > equal > len(here) / 2:
-            what = f"{len(here) - equal} of {len(here)} rows have another prompt in B"
-            evidence = (
-                "the other prompts are equal, at the same place: the data set was changed, not its order"
-            )
-            return judged("data", what, evidence, "the data sets of A and B have equal prompts")
-        if share_a_prompt(case.left, case.right, common_steps(case.left, case.right)):
-            what = (
-                "the order of the prompts is not determined by what is recorded: something draws it at random"
-            )
-            evidence = "B has prompts of A at other places, with the same seed, data set options and code"
-            return judged("nondeterminism", what, evidence, "a third run has the order of A or of B")
-        what, evidence = (
-            "B trains on other prompts, with the same options",
-            "no prompt of A's steps is in B's",
-        )
-        return judged("data", what, evidence, "the data sets of A and B are equal")
+            return finding("some_prompts", command, differing=len(here) - equal, total=len(here))
+        is_shared = share_a_prompt(case.left, case.right, common_steps(case.left, case.right))
+        return finding("order" if is_shared else "prompts", command)
     if first.name == "rewards":
-        same = "prompts and completions are equal"
-        refuted = "the reward function, called again with these completions, returns A's rewards every time"
         if unnamed := reward_code_unknown(case):
-            what = "the reward function, or its inputs, gave other rewards to the same completions"
-            return replace(not_known(case, what, same, unnamed), refuted_by=refuted)
-        what = "the rewards of the same completions are others in each run, with the same code: something draws them at random"
-        return judged("nondeterminism", what, same, refuted)
+            return finding("rewards_by_unknown_code", command, unnamed)
+        return finding("rewards", command)
     return None
-
-
-def not_known(case: Case, what: str, *evidence: str) -> Finding:
-    """Return what differs, of which nothing says why."""
-    found = unknown_finding(case, *evidence)
-    return replace(found, cause=replace(found.cause, what=what), next=diff_command(case))
 
 
 def reward_code_unknown(case: Case) -> str:

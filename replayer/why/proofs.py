@@ -24,6 +24,7 @@ from replayer.why.causes import (
     bisected,
     data_finding,
     diff_command,
+    finding,
     replay_command,
     static_finding,
     unknown_finding,
@@ -190,18 +191,14 @@ def consistency_command(record: Record, step: int) -> str:
 def by_chance(case: Case, evidence: tuple[str, ...]) -> Finding:
     """Judge tokens that differ though neither engine is at fault."""
     header = case.left.header
-    refuted = "two more runs have equal tokens"
     if header.trainer is not None:
-        what = "sampling draws other tokens in every run, or its seed, weights or code, which are not recorded, differ"
-        return Finding(Cause("nondeterminism", what), "low", evidence, refuted, diff_command(case))
+        return finding("sampling_of_others", diff_command(case), *evidence)
     command = consistency_command(case.left, case.step)
     rollout = header.config["rollout"] if isinstance(header.config.get("rollout"), dict) else {}
     if rollout.get("max_head_offpolicyness"):
-        what = "rollouts are asynchronous: which weights sampled a token depends on the time"
-        return Finding(Cause("nondeterminism", what), "medium", evidence, refuted, command)
+        return finding("asynchronous", command, *evidence)
     if not str(header.allocation).startswith("embedded"):
-        what = "the inference server draws other tokens in every run: nothing recorded determines them"
-        return Finding(Cause("nondeterminism", what), "medium", evidence, refuted, command)
+        return finding("server", command, *evidence)
     return unknown_finding(case, INPUTS.get(case.first.name, "the batch differs"), *evidence)
 
 
@@ -227,14 +224,8 @@ def repeated(case: Case, options: Options) -> Finding:
         return by_size(case).with_evidence("A could not be replayed here")
     between = first_of(replays[0], replays[1], case.step)
     if between is not None:
-        what = f"the {between.stage} is not deterministic: two replays of A here differ in {between.name}"
-        return Finding(
-            Cause("nondeterminism", what),
-            "high",
-            ("two replays of A, one after the other, have other bits",),
-            "two further replays of A have equal bits",
-            replay_command(case.left, case.step),
-        )
+        command = replay_command(case.left, case.step)
+        return finding("not_deterministic", command, stage=between.stage, name=between.name)
     sides = [
         name
         for name, record in (("A", case.left), ("B", case.right))
@@ -249,10 +240,7 @@ def by_size(case: Case) -> Finding:
     verdict = judge_size(case.first, case.left.header.config)
     if verdict.cause != "kernel noise" or not is_rounding(case.first, case):
         return unknown_finding(case, verdict.why)
-    what = "a computation rounds otherwise in every run: the same settings gave other bits"
-    command = replay_command(case.left, case.step)
-    refuted = "areal-debug check run finds that two runs of a step have the same bits on this machine"
-    return Finding(Cause("nondeterminism", what), "medium", (verdict.why,), refuted, command)
+    return finding("rounding", replay_command(case.left, case.step), verdict.why)
 
 
 def is_rounding(first: StageDifference, case: Case) -> bool:
