@@ -49,18 +49,7 @@ class Site:
 
 LAYER_MODULE = re.compile(r"layers\.(\d+)(?:\.(.+))?")
 MLP = r"(?:mlp|block_sparse_moe|feed_forward)"
-# Module of a layer -> result; `{x}` names the projections of one kind.
-OUTPUTS = [
-    (r"input_layernorm", "input_norm"),
-    (r"self_attn\.(q|k|v|o)_proj", "{}"),
-    (r"self_attn\.(q|k)_norm", "{}_norm"),
-    (r"self_attn", "attention_block"),
-    (rf"{MLP}\.(gate|up|down)_proj", "{}"),
-    (rf"{MLP}\.act_fn", "activation"),
-    (rf"{MLP}\.experts", "experts"),
-    (rf"{MLP}", "mlp"),
-    (r"post_feedforward_layernorm", "post_mlp_norm"),
-]
+OUTPUTS = {pattern.replace("MLP", MLP): result for pattern, result in OPERATORS["outputs"].items()}
 ROUTER = re.compile(rf"{MLP}\.(?:gate|router)")
 # Takes the result of a site [tokens, width]; returns it, or another to continue with.
 Exchange = Callable[[Site, Tensor], Tensor]
@@ -246,7 +235,7 @@ def hook_images(model: Any, taps: Taps) -> Iterator[Any]:
 def hook_leaf(module: nn.Module, leaf: str, layer: int, taps: Taps) -> Iterator[Any]:
     """Yield the handles of hooks on a module of `OUTPUTS`, also inside an adapter's wrapper."""
     own = leaf.removesuffix(".base_layer")
-    for pattern, result in OUTPUTS:
+    for pattern, result in OUTPUTS.items():
         match = re.fullmatch(pattern, own)
         if match is None:
             continue

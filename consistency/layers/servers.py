@@ -108,26 +108,17 @@ def sites_of(name: str, call: Call, shape: Shape, has_two_norms: bool) -> Iterat
         return
     _, _, number, leaf = name.split(".", 3)
     layer = int(number)
-    if leaf in (results := OPERATORS["servers"]["results"]):
-        yield Site(results[leaf], layer), call["out0"]
-    elif leaf == "input_layernorm":
-        yield Site("input_norm", layer), call["out0"]
-        if "out1" in call and layer:
-            yield Site("residual", layer - 1), call["out1"]
-    elif leaf == "post_attention_layernorm" and has_two_norms:
-        yield Site("post_attention_norm", layer), call["out0"]
-    elif leaf in ("post_attention_layernorm", "pre_feedforward_layernorm"):
-        yield Site("mlp_norm", layer), call["out0"]
-        if "out1" in call:
-            yield Site("attention_residual", layer), call["out1"]
+    if leaf == "post_attention_layernorm" and not has_two_norms:
+        leaf = "pre_feedforward_layernorm"
+    results: dict[str, str] = OPERATORS["servers"]["results"].get(leaf, {})
+    for key in results.keys() & call.keys():
+        yield Site(results[key], layer), call[key]
+    if leaf == "input_layernorm" and "out1" in call and layer:
+        yield Site("residual", layer - 1), call["out1"]
     elif leaf == "self_attn.qkv_proj":
         sizes = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
         for result, value in zip("qkv", call["out0"].split(sizes, dim=-1), strict=True):
             yield Site(result, layer), value
-    elif leaf == "self_attn.attn":
-        names = {"in0": "rope_q", "in1": "rope_k", "kv0": "cache_k", "kv1": "cache_v", "out0": "attention"}
-        for key in names.keys() & call.keys():
-            yield Site(names[key], layer), call[key]
     elif leaf == "mlp.gate_up_proj":
         for result, value in zip(("gate", "up"), call["out0"].chunk(2, dim=-1), strict=True):
             yield Site(result, layer), value
