@@ -56,6 +56,7 @@ from consistency.transforms import (
     usable_or,
 )
 from recorder import Record, RecordedStep
+from recorder.tables.columns import prompt_lengths
 
 # The share of tokens that the right options draw again: rounding at the bounds of a token's share
 # of [0, 1) changes some.
@@ -526,11 +527,8 @@ def prompts_by_name(record: Record, step: int) -> dict[tuple[int, int], tuple[in
     recorded = record.step(step)
     for rank in range(recorded.manifest.num_ranks):
         batch = recorded.batch(rank, ("cu_seqlens", "input_ids", "loss_mask", "prompt_id", "sample_id"))
-        bounds = batch["cu_seqlens"]
-        for row, name in enumerate(
-            zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True)
-        ):
-            mask = batch["loss_mask"][bounds[row] : bounds[row + 1]]
-            end = bounds[row] + (int(mask.argmax()) if mask.any() else len(mask))
-            found[name] = tuple(batch["input_ids"][bounds[row] : end].tolist())
+        names = zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True)
+        lengths = prompt_lengths(recorded, rank, batch).values
+        for name, begin, length in zip(names, batch["cu_seqlens"], lengths, strict=False):
+            found[name] = tuple(batch["input_ids"][begin : begin + length].tolist())
     return found

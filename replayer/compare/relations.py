@@ -12,6 +12,7 @@ import numpy as np
 
 from recorder import RecordedStep
 from recorder.format import TensorEntry
+from recorder.tables.columns import numbers_of
 from replayer.compare.stages import (
     Foreign,
     StageDifference,
@@ -169,8 +170,7 @@ def pair_of(
 
 def numbers(values: np.ndarray, entry: TensorEntry) -> np.ndarray:
     """Return the values as float64 or int64; bfloat16 from its bits."""
-    if entry.dtype == "BF16":
-        return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    values = numbers_of(values, entry)
     return values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from recorder import MicroBatch, Outcome, Plan, RecordedStep
 from recorder.conversations import conversations
 from recorder.format import IMAGE_KEYS, OTHER_TRAINER_KEYS, BatchEntry, TensorEntry
+from recorder.tables.columns import prompt_lengths
 from replayer.compare.inputs import describe, differing_result, pictures_of
 
 STAGES = ("batch", "logprobs", "advantages", "loss", "gradient", "weights")
@@ -256,24 +257,13 @@ def find_rows(step: RecordedStep) -> Rows:
     """Return every row of a step by (prompt_id, sample_id), in the order of ranks and rows."""
     rows: Rows = {}
     for rank in range(step.manifest.num_ranks):
-        arrays = step.batch(rank, ("cu_seqlens", "prompt_id", "sample_id", "loss_mask"))
-        bounds, mask = arrays["cu_seqlens"].tolist(), arrays["loss_mask"]
-        given = prompt_lengths(step, rank)
+        given = ["prompt_length"] if "prompt_length" in step.batch_entry(rank)[1].tensors else []
+        arrays = step.batch(rank, ("cu_seqlens", "prompt_id", "sample_id", "loss_mask", *given))
+        bounds, lengths = arrays["cu_seqlens"].tolist(), prompt_lengths(step, rank, arrays).values.tolist()
         names = zip(arrays["prompt_id"].tolist(), arrays["sample_id"].tolist(), strict=True)
         for row, name in enumerate(names):
-            begin, end = bounds[row], bounds[row + 1]
-            trained = np.flatnonzero(mask[begin:end])
-            length = given[row] if given[row] >= 0 else int(trained[0]) if len(trained) else end - begin
-            rows[name] = RowSpan(rank, row, begin, end, length, *name)
+            rows[name] = RowSpan(rank, row, bounds[row], bounds[row + 1], lengths[row], *name)
     return rows
-
-
-def prompt_lengths(step: RecordedStep, rank: int) -> list[int]:
-    """Return the tokens before the completion of each row as the trainer gave them, or -1."""
-    known = step.known(rank, "prompt_length")
-    if not known.any():
-        return [-1] * len(known)
-    return np.where(known, step.batch(rank, ["prompt_length"])["prompt_length"], -1).tolist()
 
 
 def paired_rows(left: RecordedStep, right: RecordedStep, foreign: Foreign) -> tuple[Rows, Rows]:
