@@ -131,17 +131,12 @@ def dense_routing(chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
     return dense.scatter_(1, chosen.long(), weights)
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    return next(module for module in model.modules() if embedding in module.children())
-
-
 @contextmanager
-def tapped(model: nn.Module, exchange: Exchange) -> Iterator[Taps]:
+def tapped(model: Any, exchange: Exchange) -> Iterator[Taps]:
     """Pass the result of every site to `exchange` in the body; one row at a time."""
     taps = Taps(exchange)
     handles = list(hook_modules(model, taps))
-    layers = {id(module): module for module in decoder_of(model).modules()}
+    layers = {id(module): module for module in model.get_decoder().modules()}
     found = ALL_ATTENTION_FUNCTIONS.get_interface
 
     def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,7 +179,7 @@ def with_new(taps: Taps, site: Site, cached: Tensor) -> Tensor:
 
 
 def hook_modules(model: Any, taps: Taps) -> Iterator[Any]:
-    decoder: Any = decoder_of(model)
+    decoder = model.get_decoder()
     yield model.get_input_embeddings().register_forward_hook(taps.after(Site("embedding")))
     yield from hook_images(model, taps)
     yield decoder.norm.register_forward_hook(taps.after(Site("final_norm")))

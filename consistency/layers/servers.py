@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import tempfile
+import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from areal_core.config import SGLangConfig
 from areal_core.engine.model import is_vision
 from areal_core.launch.server_process import path_with
 from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+from areal_core.rollout.types import Sampling
 from areal_core.servers.server import call
 from areal_core.servers.sglang import SGLANG
 from consistency.engines import Pictures, with_pictures
@@ -162,14 +164,12 @@ def sglang(path: str | Path, dtype: torch.dtype, prompts: Rows, num_new: int) ->
     return Observed(f"SGLang with {path}", dtype, found), rows
 
 
-def request_of(prompt: Row, num_new: int) -> dict[str, object]:
+def request_of(prompt: Row, num_new: int) -> dict[str, Any]:
     """Return the JSON of a request of `num_new` tokens, none of them a placeholder of images."""
-    sampling: dict[str, object] = {"temperature": 1.0, "max_new_tokens": num_new, "ignore_eos": True}
-    pictures = None
-    if prompt.images:
-        pictures = Pictures(prompt.images, prompt.image_token_id)
-        sampling["logit_bias"] = {str(prompt.image_token_id): NEVER}
-    payload = {"input_ids": prompt.ids, "sampling_params": sampling, "return_logprob": True}
+    bias = {"logit_bias": {str(prompt.image_token_id): NEVER}} if prompt.images else {}
+    sampling = Sampling(ignore_eos=True, server_only=bias)
+    payload = SGLANG.generate_payload(prompt.ids, sampling, num_new, 0, uuid.uuid4().hex)
+    pictures = Pictures(prompt.images, prompt.image_token_id) if prompt.images else None
     return with_pictures(payload, prompt.ids, pictures)
 
 
