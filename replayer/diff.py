@@ -395,6 +395,10 @@ def judge_size(first: StageDifference, config: dict[str, Any]) -> Verdict:
     )
 
 
+AROUND = 12  # tokens before one; half as many after it
+Decode = Callable[[list[int]], str]
+
+
 @dataclass(frozen=True)
 class Excerpt:
     """Text around a token."""
@@ -404,19 +408,10 @@ class Excerpt:
     after: str
 
 
-@dataclass(frozen=True)
-class Context:
-    """Token ids around a place, on both sides; `at` is the index of the token in question."""
-
-    left: tuple[int, ...]
-    right: tuple[int, ...]
-    at: int
-
-
-def find_context(
-    left: Record, right: Record, step: int, difference: StageDifference, width: int = 12
-) -> Context | None:
-    """Return the tokens around the first difference, or None if it is not in a row.
+def read_excerpts(
+    left: Record, right: Record, step: int, difference: StageDifference, load_decode: Callable[[], Decode]
+) -> tuple[Excerpt, Excerpt] | None:
+    """Return the text around the first difference in both, or None if it is not at a token of both.
 
     Values of stages after "batch" are next-token aligned: they belong to the token after their
     position.
@@ -424,10 +419,12 @@ def find_context(
     place = difference.place
     if place is None or place.token is None or place.right is None:
         return None
-    token = place.token + (difference.stage != "batch")
-    begin = max(0, token - width)
-    here, there = (
-        tuple(record.step(step).rows(*row)["input_ids"].tolist()[begin : token + width // 2])
-        for record, row in ((left, (place.rank, place.row)), (right, place.right))
-    )
-    return Context(here, there, token - begin)
+    token, decode = place.token + (difference.stage != "batch"), load_decode()
+    begin = max(0, token - AROUND)
+
+    def excerpt(record: Record, row: tuple[int, int]) -> Excerpt:
+        ids = record.step(step).rows(*row)["input_ids"].tolist()
+        parts = ids[begin:token], ids[token : token + 1], ids[token + 1 : token + AROUND // 2]
+        return Excerpt(*(decode(part) if part else "" for part in parts))
+
+    return excerpt(left, (place.rank, place.row)), excerpt(right, place.right)

@@ -166,7 +166,7 @@ def explain_replay(record: str, options: "Options", run: "Runner") -> "WhyReport
 
 def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyReport":
     """Add the text around the first token that differs, on both sides, and where to look at it."""
-    from areal_debug.diff.report import read_excerpts
+    from areal_debug.diff.report import excerpts_of
     from areal_debug.report.links import view_command
 
     step, first = report.step, report.difference
@@ -175,7 +175,7 @@ def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyRepor
     if (place := first.place) is not None:
         look = view_command(left.path, step, place.prompt_id, place.sample_id, place.token)
         report = replace(report, look=look)
-    return replace(report, text=read_excerpts(left, right, step, first))
+    return replace(report, text=excerpts_of(left, right, step, first))
 
 
 @reads_untrusted("left", "right", reads=ANYWHERE)
