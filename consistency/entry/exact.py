@@ -211,14 +211,14 @@ class Completed(NamedTuple):
 
 
 class EmbeddedTarget:
-    """The embedded engine with `attn_impl=batch_invariant`, or the fast one to compare with it.
+    """The embedded engine with `attn_impl=batch_invariant`.
 
     Raises:
         ModelError: the model cannot be loaded.
     """
 
-    def __init__(self, path: str, dtype: str, *, is_invariant: bool = True) -> None:
-        self._replica = Replica(path, getattr(torch, dtype), torch.device("cpu"), is_invariant=is_invariant)
+    def __init__(self, path: str, dtype: str) -> None:
+        self._replica = Replica(path, getattr(torch, dtype), torch.device("cpu"), is_invariant=True)
         self.vocabulary_size: int = self._replica.model.config.get_text_config().vocab_size
         self.facts: dict[str, str | None] = {"software": "embedded engine", "dtype": dtype}
 
