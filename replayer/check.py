@@ -192,6 +192,7 @@ class StoppedAtDifference(ReplayError):
         super().__init__(f"step {result.step} differs from its record in {len(result.differences)} values")
 
 
+@dataclass
 class ReplayCheck:
     """An observer that compares each step with its record.
 
@@ -208,21 +209,17 @@ class ReplayCheck:
         on_step: called on every rank with each step's result.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        rank: int,
-        gather: Callable[[object], list[Any]],
-        first_step: int = 0,
-        edits: tuple[str, ...] = (),
-        stop_at_difference: bool = False,
-        on_start: Callable[[ReplayReport], None] = lambda report: None,
-        on_step: Callable[[StepResult], None] = lambda result: None,
-    ) -> None:
-        self.record, self.rank, self.gather, self.first_step = record, rank, gather, first_step
-        self.edits, self.stop_at_difference = edits, stop_at_difference
-        self.on_start, self.on_step = on_start, on_step
-        self.report = ReplayReport(str(record.path))
+    record: Record
+    rank: int
+    gather: Callable[[object], list[Any]]
+    first_step: int = 0
+    edits: tuple[str, ...] = ()
+    stop_at_difference: bool = False
+    on_start: Callable[[ReplayReport], None] = lambda report: None
+    on_step: Callable[[StepResult], None] = lambda result: None
+
+    def __post_init__(self) -> None:
+        self.report = ReplayReport(str(self.record.path))
         self.same_rows = True
         self.actor: dict[str, Any] = {}  # its options
         self.rows: list[RowSignal] = []  # of the step

@@ -16,6 +16,8 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from areal_core.environment import DETERMINISTIC
 from areal_core.launch.torchrun import ended_on_signals
 from areal_core.launch.warm import LIBRARIES, WarmRanks, warm_ranks
@@ -128,12 +130,7 @@ class Commits:
         """
         place = CURRENT if commit is None else self.checkout.switch(commit)
         report = self._ask("layers", place, request, num_ranks)
-        if report is None:
-            return None
-        return [
-            [Call(**(call | {"functions": tuple(call["functions"])})) for call in calls]
-            for calls in report["calls"]
-        ]
+        return None if report is None else msgspec.convert(report["calls"], list[list[Call]])
 
     def _ask(self, task: str, place: Path, request: Request, num_ranks: int) -> dict[str, Any] | None:
         """Return the report of a task, None if it fails."""

@@ -207,15 +207,8 @@ def model_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Findin
     ]
     names = list(dict.fromkeys(names))
     if names and (case.step == case.left.steps[0] or not case.weights_before):
-        of_weights = any(name.endswith(WEIGHTS) for name in names)
-        what = f"A and B started from other model files ({listed(names)})"
-        yield Finding(
-            Cause("config" if of_weights else "data", what),
-            "low",
-            (f"{listed(names)} of the model have other contents",),
-            "B, run again from A's model files, still differs from A there",
-            f"areal-debug record show {quote(case.right.path)}",
-        )
+        key = "model_weights" if any(name.endswith(WEIGHTS) for name in names) else "model_files"
+        yield finding(key, f"areal-debug record show {quote(case.right.path)}", names=listed(names))
 
 
 def environment_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Finding]:
@@ -228,18 +221,18 @@ def environment_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[
         items = [item for item, is_one in zip(acting, is_hardware, strict=True) if is_one is hardware]
         if not items:
             continue
-        one = items[0]
-        what = f"{one.where} is {shown(one.left)} in A and {shown(one.right)} in B"
-        if len(items) > 1:
-            what += f" (also {listed([item.where for item in items[1:]])})"
-        yield Finding(
-            Cause("environment", what),
-            "low",
-            (f"{listed([item.where for item in items])} can act on the {case.first.stage}",),
-            f"B, run again where {one.where} is {shown(one.left)}, still differs from A there",
+        one, names = items[0], [item.where for item in items]
+        found = finding(
+            "machine",
             replay_command(case.right, case.step),
-            distance=4 if hardware else 3,
+            one=one.where,
+            left=shown(one.left),
+            right=shown(one.right),
+            also=f" (also {listed(names[1:])})" if len(items) > 1 else "",
+            names=listed(names),
+            stage=case.first.stage,
         )
+        yield replace(found, distance=4 if hardware else 3)
 
 
 def outside_candidates(case: Case) -> Iterator[Finding]:
@@ -296,7 +289,8 @@ def finding(key: str, command: str, *evidence: str, **fields: Any) -> Finding:
     row = TABLE["findings"][key]
     said = (row["evidence"].format(**fields),) if "evidence" in row else ()
     cause = Cause(row["kind"], row["what"].format(**fields))
-    return Finding(cause, row["confidence"], (*said, *evidence), row["refuted_by"], command)
+    refuted = row["refuted_by"].format(**fields)
+    return Finding(cause, row["confidence"], (*said, *evidence), refuted, command)
 
 
 def data_finding(case: Case) -> Finding | None:
