@@ -81,21 +81,20 @@ class Check:
     not_run: str | None = None
 
 
+@dataclass
 class Certificate:
     """The result of all checks: facts of the engine, sha256 and dtype of the model, versions."""
 
-    def __init__(
-        self,
-        engine: dict[str, str | None],
-        model: dict[str, str],
-        versions: dict[str, str],
-        checks: Sequence[Check],
-    ) -> None:
-        self.engine, self.model, self.versions, self.checks = engine, model, versions, tuple(checks)
-        self.num_tokens = sum(check.num_tokens for check in checks)
-        self.num_different = sum(check.num_different for check in checks)
-        self.max_abs = max((check.max_abs for check in checks), default=0.0)  # in nats
-        is_complete = all(check.not_run is None for check in checks)
+    engine: dict[str, str | None]
+    model: dict[str, str]
+    versions: dict[str, str]
+    checks: Sequence[Check]
+
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(check.num_tokens for check in self.checks)
+        self.num_different = sum(check.num_different for check in self.checks)
+        self.max_abs = max((check.max_abs for check in self.checks), default=0.0)  # in nats
+        is_complete = all(check.not_run is None for check in self.checks)
         self.verdict = REFUTED if self.num_different else PROVEN if is_complete else UNDECIDED
 
     def document(self) -> dict[str, Any]:
@@ -128,8 +127,7 @@ def hash_model(folder: Path) -> str:
     for path in files:
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 
@@ -278,21 +276,19 @@ class ServerTarget:
 # All checks.
 
 
+@dataclass
 class Run:
     """The checks in order; each is reported when it has run."""
 
-    def __init__(
-        self,
-        target: EmbeddedTarget | ServerTarget,
-        trainer: Trainer,
-        max_new_tokens: int,
-        seed: int,
-        report: Callable[[Check], None],
-    ) -> None:
-        self.target, self.trainer, self.max_new_tokens = target, trainer, max_new_tokens
-        self.report = report
+    target: EmbeddedTarget | ServerTarget
+    trainer: Trainer
+    max_new_tokens: int
+    seed: int
+    report: Callable[[Check], None]
+
+    def __post_init__(self) -> None:
         self.checks: list[Check] = []
-        self._random = random.Random(seed)
+        self._random = random.Random(self.seed)
 
     def requests(self, count: int = GROUP) -> list[Request]:
         """Draw requests: groups of four of one prompt, of 1 to 96 random tokens."""
