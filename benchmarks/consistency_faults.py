@@ -32,6 +32,7 @@ from areal_core.data.images import as_image_bytes
 from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.engine.model import load_model
 from areal_core.rollout.http_thread import HttpThread
+from areal_core.rollout.types import Sampling
 from areal_core.testing import make_tiny_family, make_tiny_model, make_tiny_tokenizer
 from areal_core.testing.embedded_server import EmbeddedServer
 from areal_core.testing.tiny_vision import make_tiny_vision_model
@@ -39,7 +40,6 @@ from benchmarks.harness import read_options
 from consistency.alternatives.variants import SCHEMES
 from consistency.case import Request
 from consistency.check import Checked, check
-from consistency.engines import SamplingParams
 from consistency.live import Prompt, make_rescorer, query_engines, sampled_of, vocabulary_of
 
 SURE = 0.8
@@ -79,7 +79,7 @@ class Fault:
     name: str
     causes: tuple[str, ...] = ()
     engines: tuple[Engine, ...] = (Engine(),)
-    params: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=NUM_TOKENS))
+    params: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=NUM_TOKENS))
     num_samples: int = NUM_SAMPLES
     previous: Change | None = None
     dtype: str | None = None
@@ -389,8 +389,8 @@ Q, DOWN, NORM = "layers.1.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weig
 GATE = "layers.0.mlp.gate_proj.weight"  # norms after Gemma 2's layers undo the halving of others
 
 
-def at(temperature: float = 1.0, top_p: float = 1.0) -> SamplingParams:
-    return SamplingParams(temperature, top_p, None, NUM_TOKENS)
+def at(temperature: float = 1.0, top_p: float = 1.0) -> Sampling:
+    return Sampling(temperature=temperature, top_p=top_p, max_new_tokens=NUM_TOKENS)
 
 
 def proxied(*proxies: Proxy) -> tuple[Engine, ...]:

@@ -40,16 +40,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """Sampling options of a request; `top_k` None is no limit."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    max_new_tokens: int = 128
-
-
-@dataclass(frozen=True)
 class Pictures:
     """Encoded images of a prompt; each run of `placeholder` among its ids is one of them."""
 
@@ -127,17 +117,9 @@ class Engine:
 class SGLang(Engine):
     """SGLang's `/generate`; logprobs of sampled tokens are under softmax(logits / temperature)."""
 
-    def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, pictures: Pictures | None = None
-    ) -> Reply:
+    def sample(self, prompt_ids: Sequence[int], params: Sampling, pictures: Pictures | None = None) -> Reply:
         """Sample one completion."""
-        sampling = Sampling(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=TOP_K_OFF if params.top_k is None else params.top_k,
-            skip_special_tokens=False,
-        )
-        rid = uuid.uuid4().hex
+        sampling, rid = replace(params, skip_special_tokens=False), uuid.uuid4().hex
         payload = SGLANG.generate_payload(list(prompt_ids), sampling, params.max_new_tokens, 0, rid)
         body = self.generate(payload | {"top_logprobs_num": NUM_TOPS}, prompt_ids, pictures)
         reply = parse_sglang_reply(self.address, parse_json(f"{self.address}/generate", body))
@@ -164,16 +146,14 @@ class VLLM(Engine):
     Logprobs are those of raw logits unless vLLM runs with `--logprobs-mode processed_logprobs`.
     """
 
-    def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, pictures: Pictures | None = None
-    ) -> Reply:
+    def sample(self, prompt_ids: Sequence[int], params: Sampling, pictures: Pictures | None = None) -> Reply:
         """Sample one completion."""
         answer = self.complete(
             prompt_ids,
             pictures,
             temperature=params.temperature,
             top_p=params.top_p,
-            top_k=-1 if params.top_k is None else params.top_k,
+            top_k=-1 if params.top_k == TOP_K_OFF else params.top_k,
             max_tokens=params.max_new_tokens,
             skip_special_tokens=False,
             logprobs=NUM_TOPS,
@@ -210,11 +190,9 @@ class VLLM(Engine):
 class OpenAI(Engine):
     """OpenAI-compatible completions. Tokens arrive as text; the tokenizer maps them back to ids."""
 
-    def sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, pictures: Pictures | None = None
-    ) -> Reply:
+    def sample(self, prompt_ids: Sequence[int], params: Sampling, pictures: Pictures | None = None) -> Reply:
         """Sample one completion. The API has no top_k."""
-        if params.top_k is not None:
+        if params.top_k != TOP_K_OFF:
             raise EngineError(
                 f"{self.address} has OpenAI's API, which has no top_k ({params.top_k}): omit it"
             )

@@ -15,13 +15,13 @@ import numpy as np
 from areal_core.data.images import as_image_bytes
 from areal_core.data.processor import VisionProcessor
 from areal_core.data.read import read_rows, rl_row
+from areal_core.rollout.types import Sampling as RequestSampling
 from consistency.check import Rescorer
 from consistency.engines import (
     MAX_CONCURRENT,
     EngineIdentity,
     Pictures,
     Reply,
-    SamplingParams,
     Top,
     call_all,
     connect,
@@ -29,7 +29,7 @@ from consistency.engines import (
 from consistency.errors import BadPrompts, NothingToCompare
 from consistency.replies import find_contradictions
 from consistency.rescoring import rescore
-from consistency.source import Sampled, Sampling, concatenate
+from consistency.source import Sampled, Sampling, concatenate, limit_of
 from consistency.tokens import Completion, Sequences, sequences_from_completions
 
 PROMPT_KINDS = "input_ids (numbers), messages (a chat), text (tokenised as it is), question or prompt"
@@ -110,7 +110,7 @@ class EngineSamples:
     identities: tuple[EngineIdentity, ...]
     prompts: tuple[Prompt, ...]
     replies: tuple[Reply, ...]
-    params: SamplingParams
+    params: RequestSampling
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def query_engines(
     addresses: Sequence[str],
     prompts: Sequence[Prompt],
     num_samples: int,
-    params: SamplingParams,
+    params: RequestSampling,
     vocabulary: Vocabulary,
     done: Callable[[int], None] = lambda _: None,
 ) -> EngineSamples:
@@ -189,7 +189,7 @@ def sampled_of(samples: EngineSamples, trainer_dtype: str, vocabulary: Vocabular
     sampling = Sampling(
         temperature=params.temperature,
         top_p=params.top_p,
-        top_k=params.top_k,
+        top_k=limit_of(params.top_k),
         greedy=params.temperature == 0.0,
         trainer_dtype=trainer_dtype,
         engine_dtype=min(dtypes),

@@ -248,11 +248,17 @@ def all_groups(table: TokenTable) -> dict[str, tuple[Group, ...]]:
 
 
 def group_by(keys: Ints, difference: Floats) -> tuple[Group, ...]:
+    names, sizes, count = means_by(keys, np.abs(difference))
+    means = means_by(keys, difference)[1]
+    columns = (column.tolist() for column in (names, count, sizes, means))
+    return tuple(Group(*row) for row in zip(*columns, strict=True))
+
+
+def means_by(keys: Ints, values: Floats) -> tuple[Ints, Floats, Ints]:
+    """Return each key, the mean of its values, and their number."""
     names, inverse = np.unique(keys, return_inverse=True)
     count = np.bincount(inverse)
-    means = [np.bincount(inverse, weights=v) / count for v in (np.abs(difference), difference)]
-    columns = (column.tolist() for column in (names, count, *means))
-    return tuple(Group(*row) for row in zip(*columns, strict=True))
+    return names, np.bincount(inverse, weights=values) / count, count
 
 
 def bins(values: Ints, num_bins: int = NUM_BINS) -> Ints:

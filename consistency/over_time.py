@@ -12,14 +12,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from consistency.causes import Finding, finding
 from consistency.errors import NothingToCompare
+from consistency.tokens import Floats
 from recorder import Record, RecordedStep
 from recorder.errors import StepNotRecorded
-
-Floats = npt.NDArray[np.float64]
 
 FEWEST_STEPS = 5
 NEGLIGIBLE = 1e-4  # mean |D|: nothing to explain

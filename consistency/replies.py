@@ -9,8 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from areal_core.rollout.types import Sampling
 from consistency.causes import Finding, finding
-from consistency.engines import Reply, SamplingParams
+from consistency.engines import Reply
 
 Decode = Callable[[list[int]], str]
 SAME_VALUE = 0.05  # nats between two reports of one logprob; rounding of transport is far less
@@ -21,7 +22,7 @@ NOT_LETTERS = re.compile(r"[\s\ufffd]+")
 def find_contradictions(
     prompts: Sequence[Sequence[int]],
     replies: Sequence[Reply],
-    params: SamplingParams,
+    params: Sampling,
     decode: Decode,
     with_images: frozenset[int] = frozenset(),
 ) -> tuple[Finding, ...]:
@@ -91,7 +92,7 @@ def counts_differ(replies: Sequence[Reply]) -> Finding | None:
 
 
 def final_token_missing(
-    prompts: Sequence[Sequence[int]], replies: Sequence[Reply], params: SamplingParams
+    prompts: Sequence[Sequence[int]], replies: Sequence[Reply], params: Sampling
 ) -> Finding | None:
     stopped = [
         i
@@ -121,7 +122,7 @@ def final_token_missing(
     )
 
 
-def too_many_tokens(replies: Sequence[Reply], params: SamplingParams) -> Finding | None:
+def too_many_tokens(replies: Sequence[Reply], params: Sampling) -> Finding | None:
     limit = params.max_new_tokens
     wrong = [i for i, reply in enumerate(replies) if len(reply.output_ids) > limit]
     if not wrong:

@@ -4,7 +4,6 @@ Rows are packed by length without padding, and logits are computed for a few tok
 float32 `[tokens, vocab]` never exists.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from areal_core.config.vision_checks import model_type
 from areal_core.data.batch import first_fit_decreasing
 from areal_core.data.processor import VisionProcessor, load_processor
 from areal_core.engine.logits import LogitMap, measure_logit_map, transformer
@@ -135,10 +135,8 @@ def sees_images(config: Any) -> bool:
 
 def refuse_lone_vision_model(folder: Path) -> None:
     """Raise ModelError for an image-text model without its processor."""
-    config = folder / "config.json"
-    if not config.is_file() or "vision_config" not in json.loads(config.read_text(encoding="utf-8")):
-        return
-    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+    is_vision = model_type(str(folder), "vision_config") is not None
+    if is_vision and not any((folder / name).is_file() for name in PROCESSOR_FILES):
         raise ModelError(
             f"{folder} is an image-text model without its processor (none of {', '.join(PROCESSOR_FILES)}): "
             "copy the processor's files there, or name the text model"

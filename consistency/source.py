@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from areal_core.data.routed_experts import ROUTED_EXPERTS
 from areal_core.errors import load_failure
+from areal_core.rollout.types import TOP_K_OFF
 from consistency.case import Setting
 from consistency.causes import Finding
 from consistency.engines import Top
@@ -19,7 +20,6 @@ from recorder import Record, RecordedStep
 
 COMPARED = ("input_ids", "loss_mask", "logprobs")  # a row without one of them is left out
 COLUMNS = ("cu_seqlens", "input_ids", "loss_mask", "logprobs", "versions", "prompt_id")
-EVERY_TOKEN = 100_000_000  # AReaL's top_k for "no limit"
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def parse_sampling(record: Record) -> Sampling:
         return Sampling(
             temperature=float(sampled["temperature"]),
             top_p=float(sampled["top_p"]),
-            top_k=None if sampled["top_k"] >= EVERY_TOKEN else int(sampled["top_k"]),
+            top_k=limit_of(sampled["top_k"]),
             greedy=bool(sampled["greedy"]),
             trainer_dtype=str(actor["dtype"]),
             engine_dtype=quantised(config.get(engine, {}))
@@ -135,6 +135,11 @@ def parse_sampling(record: Record) -> Sampling:
         raise NothingToCompare(
             f"{record.path}: its config has no {error.args[0]!r}, so the run did not sample; give a record of an RL run"
         ) from error
+
+
+def limit_of(top_k: float | None) -> int | None:
+    """Return `top_k`, None where it is one of the numbers that mean no limit."""
+    return int(top_k) if top_k is not None and 0 < top_k < TOP_K_OFF else None
 
 
 def read_step(step: RecordedStep, foreign: bool = False) -> Sequences:
@@ -277,11 +282,10 @@ def sampling_of(
     engine_dtype = quantised(config)
     if engine_dtype is None:
         notes.append(f"the engine's precision is not known: {ENGINE_DTYPE} was assumed")
-    top_k = values["top_k"]
     sampling = Sampling(
         temperature=values["temperature"],
         top_p=values["top_p"],
-        top_k=int(top_k) if top_k is not None and top_k > 0 else None,  # 0 and -1: no limit
+        top_k=limit_of(values["top_k"]),
         greedy=values["temperature"] == 0.0,
         trainer_dtype=dtype,
         engine_dtype=engine_dtype or ENGINE_DTYPE,

@@ -326,9 +326,9 @@ def likelihood(base: Floats, predicted: Floats) -> float:
     return float(np.maximum(predicted - base, -FORBIDDEN_COST).sum())
 
 
-def select_sample(scorer: Scorer, sequences: Sequences) -> LogitSample:
-    """Select rows of the batch and compute the hidden states that predict their tokens."""
-    limit = tokens_within(LOGITS_TO_REPLAY, scorer.head.vocabulary_size)
+def select_sample(scorer: Scorer, sequences: Sequences, logits: int = LOGITS_TO_REPLAY) -> LogitSample:
+    """Select rows of about so many logits, and compute the hidden states that predict their tokens."""
+    limit = tokens_within(logits, scorer.head.vocabulary_size)
     row_of_place = sequences.row_of_token[sequences.scored]
     rows = spread_rows(sequences, limit)
     places = np.flatnonzero(np.isin(row_of_place, rows))

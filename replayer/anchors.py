@@ -7,7 +7,6 @@ An anchor of step N is the state before step N: weights, optimizer, schedule, RN
 format of recovery checkpoints. Short replays cost disk space; the policy limits both.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -104,20 +103,15 @@ def adopt_checkpoint(record: Path, step: int, checkpoint: Path) -> None:
 
     Does nothing if the record has an anchor of that step.
     """
+    from areal_core.engine.checkpoint.hf_folder import link_missing  # imports torch
+
     folder = anchor_folder(record, step)
     if (folder / ANCHOR_FILE).exists():
         return
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(checkpoint, folder / CHECKPOINT, copy_function=link_or_copy)
+    (folder / CHECKPOINT).mkdir(parents=True)
+    link_missing(checkpoint, folder / CHECKPOINT)
     commit_anchor(folder, step)
-
-
-def link_or_copy(source: str, target: str) -> None:
-    """Create a hard link, or a copy if the file system has none."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def thin_out(record: Path, max_bytes: int) -> None:

@@ -6,9 +6,11 @@ comparisons themselves, for any two runs.
 """
 
 import math
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -27,28 +29,8 @@ from replayer.noise import Guarantee, Trajectory, Verdict, expected_guarantee, i
 from replayer.own_code import OwnCodeState, by_name, compare_own_code
 from replayer.request import is_new_option_at_default
 
-# Options of file locations, logging and recording, none of which changes a number.
 WITHOUT_EFFECT = frozenset(
-    {
-        "allocation_mode",
-        "checkpointer",
-        "cluster",
-        "consistency",
-        "debug",
-        "evaluator",
-        "experiment_name",
-        "launcher",
-        "perf_tracer",
-        "recover",
-        "rollout",
-        "saver",
-        "scheduler",
-        "sglang",
-        "stats_logger",
-        "trial_name",
-        "valid_dataset",
-        "vllm",
-    }
+    tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["without_effect"]
 )
 # Statistics of the machine, not of the batch.
 NOT_COMPUTED = ("timeperf/",)
@@ -210,6 +192,7 @@ class StoppedAtDifference(ReplayError):
         super().__init__(f"step {result.step} differs from its record in {len(result.differences)} values")
 
 
+@dataclass
 class ReplayCheck:
     """An observer that compares each step with its record.
 
@@ -226,21 +209,17 @@ class ReplayCheck:
         on_step: called on every rank with each step's result.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        rank: int,
-        gather: Callable[[object], list[Any]],
-        first_step: int = 0,
-        edits: tuple[str, ...] = (),
-        stop_at_difference: bool = False,
-        on_start: Callable[[ReplayReport], None] = lambda report: None,
-        on_step: Callable[[StepResult], None] = lambda result: None,
-    ) -> None:
-        self.record, self.rank, self.gather, self.first_step = record, rank, gather, first_step
-        self.edits, self.stop_at_difference = edits, stop_at_difference
-        self.on_start, self.on_step = on_start, on_step
-        self.report = ReplayReport(str(record.path))
+    record: Record
+    rank: int
+    gather: Callable[[object], list[Any]]
+    first_step: int = 0
+    edits: tuple[str, ...] = ()
+    stop_at_difference: bool = False
+    on_start: Callable[[ReplayReport], None] = lambda report: None
+    on_step: Callable[[StepResult], None] = lambda result: None
+
+    def __post_init__(self) -> None:
+        self.report = ReplayReport(str(self.record.path))
         self.same_rows = True
         self.actor: dict[str, Any] = {}  # its options
         self.rows: list[RowSignal] = []  # of the step

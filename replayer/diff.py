@@ -25,33 +25,17 @@ from replayer.check import WITHOUT_EFFECT, HeaderComparison, compare_headers
 from replayer.compare.stages import STAGES, StageDifference, compare_steps, prompts_of, stages_shared
 from replayer.errors import ReplayError
 from replayer.own_code import FIRST_STAGE, compare_own_code
+from replayer.step_weights import WEIGHTS
 
 # options that change no number of a run; a replay ignores more options, as it has no engine
 WITHOUT_NUMBERS = WITHOUT_EFFECT - {"allocation_mode", "rollout", "sglang", "vllm"}
-WEIGHTS = (".safetensors", ".bin", ".gguf")
 MODEL_PATHS = ("actor.path", "tokenizer_path")
 # steps in which a prompt is looked for that two records share: another order is in the same epoch
 SEARCHED_FOR_PROMPTS = 20
-# last words of options with which other trainers name runs and places
-OF_PLACES = frozenset(
-    ("default_local_dir", "experiment_name", "hub_model_id", "logging_dir", "output_dir", "project_name",
-     "report_to", "rollout_data_dir", "run_name", "wandb_project")
-)  # fmt: skip
-ACTS_FROM = tomllib.loads(Path(__file__).with_name("acts_from.toml").read_text(encoding="utf-8"))
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+INPUTS: dict[str, str] = TABLE["inputs"]
 # largest effect of summation order at this precision, relative to 1 or to the value
 NOISE = {"float32": 64 * 2.0**-23, "bfloat16": 64 * 2.0**-8, "float16": 64 * 2.0**-10}
-INPUTS = {
-    "finish_reason": "the same tokens have another finish reason",
-    "logprobs": "the engine returned other logprobs for the same tokens",
-    "versions": "the same tokens were sampled by other versions of the weights",
-    "rows": "one side lacks rows that the other trained on",
-    "tool result": "a tool of the agent returned something else to the same call",
-    "images": "the same prompts have other pictures: check the data set",
-    "order of rows": "the same rows were trained on in another order",
-    "rewards": "the same completions have other rewards: check the reward function and its inputs",
-    "loss_mask": "other tokens of the same rows are trained on",
-    "input_ids": "the same prompts have other completions",
-}
 
 
 @dataclass(frozen=True)
@@ -129,9 +113,7 @@ def diff_records(
         StepNotRecorded: one of them lacks `step`.
         DamagedRecord: bytes differ from those written.
     """
-    shared = sorted(set(left.steps) & set(right.steps)) if step is None else [step]
-    if not shared:
-        raise ReplayError(f"{left.path} and {right.path} have no step in common: there is nothing to compare")
+    shared = common_steps(left, right) if step is None else [step]
     foreign = left.header.trainer is not None, right.header.trainer is not None
     differences: tuple[StageDifference, ...] = ()
     unknown: dict[str, Counter[str]] = {"A": Counter(), "B": Counter()}
@@ -168,7 +150,7 @@ def diff_records(
         left=left.path,
         right=right.path,
         num_compared=num_compared,
-        num_shared=len(set(left.steps) & set(right.steps)),
+        num_shared=len(common_steps(left, right)),
         only_left=tuple(sorted(set(left.steps) - set(right.steps))),
         only_right=tuple(sorted(set(right.steps) - set(left.steps))),
         set_differently=header,
@@ -184,6 +166,14 @@ def diff_records(
         unrelated=why_unrelated(left, right, shared) if differences else None,
         by_checksums=fast,
     )
+
+
+def common_steps(left: Record, right: Record) -> list[int]:
+    """Return the steps that both records have, ascending. Raises ReplayError if there are none."""
+    found = sorted(set(left.steps) & set(right.steps))
+    if not found:
+        raise ReplayError(f"{left.path} and {right.path} have no step in common: there is nothing to compare")
+    return found
 
 
 def why_unrelated(left: Record, right: Record, steps: Sequence[int]) -> str | None:
@@ -243,7 +233,9 @@ def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
         ]
     else:
         is_known = one.trainer == other.trainer and bool(one.config and other.config)
-        config = [item for item in header.config if is_known and item.where.split(".")[-1] not in OF_PLACES]
+        config = [
+            item for item in header.config if is_known and item.where.split(".")[-1] not in TABLE["of_places"]
+        ]
     if one.trainer is None and other.trainer is None:
         return replace(header, config=tuple(config))
     imported = any("imported" in side.environment for side in (one, other))
@@ -290,7 +282,9 @@ def stages_not_recorded(
 
 def acts_from(option: str) -> str:
     """Return the first stage on which an option acts."""
-    prefixes = [(len(p), stage) for stage, names in ACTS_FROM.items() for p in names if option.startswith(p)]
+    prefixes = [
+        (len(p), stage) for stage, names in TABLE["acts_from"].items() for p in names if option.startswith(p)
+    ]
     return max(prefixes, default=(0, "batch"))[1]
 
 
@@ -401,6 +395,10 @@ def judge_size(first: StageDifference, config: dict[str, Any]) -> Verdict:
     )
 
 
+AROUND = 12  # tokens before one; half as many after it
+Decode = Callable[[list[int]], str]
+
+
 @dataclass(frozen=True)
 class Excerpt:
     """Text around a token."""
@@ -410,19 +408,10 @@ class Excerpt:
     after: str
 
 
-@dataclass(frozen=True)
-class Context:
-    """Token ids around a place, on both sides; `at` is the index of the token in question."""
-
-    left: tuple[int, ...]
-    right: tuple[int, ...]
-    at: int
-
-
-def find_context(
-    left: Record, right: Record, step: int, difference: StageDifference, width: int = 12
-) -> Context | None:
-    """Return the tokens around the first difference, or None if it is not in a row.
+def read_excerpts(
+    left: Record, right: Record, step: int, difference: StageDifference, load_decode: Callable[[], Decode]
+) -> tuple[Excerpt, Excerpt] | None:
+    """Return the text around the first difference in both, or None if it is not at a token of both.
 
     Values of stages after "batch" are next-token aligned: they belong to the token after their
     position.
@@ -430,10 +419,12 @@ def find_context(
     place = difference.place
     if place is None or place.token is None or place.right is None:
         return None
-    token = place.token + (difference.stage != "batch")
-    begin = max(0, token - width)
-    here, there = (
-        tuple(record.step(step).rows(*row)["input_ids"].tolist()[begin : token + width // 2])
-        for record, row in ((left, (place.rank, place.row)), (right, place.right))
-    )
-    return Context(here, there, token - begin)
+    token, decode = place.token + (difference.stage != "batch"), load_decode()
+    begin = max(0, token - AROUND)
+
+    def excerpt(record: Record, row: tuple[int, int]) -> Excerpt:
+        ids = record.step(step).rows(*row)["input_ids"].tolist()
+        parts = ids[begin:token], ids[token : token + 1], ids[token + 1 : token + AROUND // 2]
+        return Excerpt(*(decode(part) if part else "" for part in parts))
+
+    return excerpt(left, (place.rank, place.row)), excerpt(right, place.right)

@@ -1,6 +1,6 @@
 """Expressions such as `reward > 0 and len(completion) < 512`, evaluated by a safe subset.
 
-Python's own parser builds the tree; only the nodes below are accepted, and they are evaluated here.
+Python's own parser builds the tree; only the nodes below are accepted, and functions of ours evaluate them.
 There is no `eval`, no attribute access and no call except of six functions, so an expression from
 an untrusted source can do nothing but be true or false. Its length, depth, operations and numbers
 are bounded: it takes time and memory as its row has, and no more.
@@ -9,8 +9,9 @@ are bounded: it takes time and memory as its row has, and no more.
 import ast
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from replayer.errors import WrongFilter
@@ -98,17 +99,18 @@ ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+Evaluate = Callable[[Mapping[str, Any]], Any]  # of a row's values by name
 UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg}
 
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed expression over `names`, the value of an option of the command line."""
+    """A parsed expression, the value of an option of the command line."""
 
     text: str
-    names: tuple[str, ...]
     tree: ast.expr
-    option: str = "--filter"
+    evaluate: Evaluate
+    option: str
 
     def uses(self, name: str) -> bool:
         """Return whether the expression has a name."""
@@ -120,7 +122,7 @@ class Expression:
         Raises WrongFilter if the values do not fit the operators.
         """
         try:
-            return bool(evaluate(self.tree, values))
+            return bool(self.evaluate(values))
         except (TypeError, ArithmeticError, ValueError, IndexError) as error:
             raise WrongFilter(f"{self.option} {self.text!r} cannot be evaluated: {error}") from None
 
@@ -140,9 +142,7 @@ def parse_expression(text: str, names: tuple[str, ...], option: str = "--filter"
     except (RecursionError, MemoryError):  # of Python's parser
         raise WrongFilter(f"{option} is nested deeper than {MAX_DEPTH} levels") from None
     check_size(tree, option)
-    parsed = Expression(text, names, tree, option)
-    check(tree, parsed)
-    return parsed
+    return Expression(text, tree, compiled(tree, names, f"{option} {text!r}"), option)
 
 
 def check_size(tree: ast.expr, option: str) -> None:
@@ -158,74 +158,56 @@ def check_size(tree: ast.expr, option: str) -> None:
         level = [child for node in level for child in ast.iter_child_nodes(node)]
 
 
-def check(node: ast.expr, expression: Expression) -> None:
-    """Raise WrongFilter for the first node that is not allowed."""
-    for child in children(node, expression):
-        check(child, expression)
+def compiled(node: ast.expr, names: tuple[str, ...], shown: str) -> Evaluate:
+    """Return what evaluates an allowed node. Raises WrongFilter for the first that is not allowed."""
 
+    def part(one: ast.expr) -> Evaluate:
+        return compiled(one, names, shown)
 
-def children(node: ast.expr, expression: Expression) -> list[ast.expr]:
-    """Return the operands of an allowed node. Raises WrongFilter for one that is not allowed."""
-    names, shown = expression.names, f"{expression.option} {expression.text!r}"
     match node:
         case ast.Constant(value=int() as value) if abs(value) > MAX_INTEGER:
             raise WrongFilter(f"{shown} has a number beyond {MAX_INTEGER:.0e}")
-        case ast.Constant(value=bool() | int() | float() | str()):
-            return []
+        case ast.Constant(value=bool() | int() | float() | str() as value):
+            return lambda values: value
         case ast.Name(id=name) if name in names:
-            return []
+            return lambda values: values[name]
         case ast.Name(id=name):
             raise WrongFilter(f"{shown}: there is no {name!r}; it may use {', '.join(names)}")
-        case ast.BoolOp(values=values) | ast.Tuple(elts=values) | ast.List(elts=values):
-            return values
+        case ast.BoolOp(op=op, values=operands):
+            joined, parts = all if isinstance(op, ast.And) else any, list(map(part, operands))
+            return lambda values: joined(one(values) for one in parts)
+        case ast.Tuple(elts=elements) | ast.List(elts=elements):
+            parts = list(map(part, elements))
+            return lambda values: [one(values) for one in parts]
         case ast.UnaryOp(op=op, operand=operand) if type(op) in UNARY:
-            return [operand]
+            unary, inner = UNARY[type(op)], part(operand)
+            return lambda values: unary(inner(values))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
-            return [left, right]
-        case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Name(id=name)]) if (
+            binary, one, other = ARITHMETIC[type(op)], part(left), part(right)
+            return lambda values: bounded(binary, one(values), other(values))
+        case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as op], comparators=[ast.Name(id=name)]) if (
             name in KINDS
         ):
-            return [left]
+            kind, inner, is_wanted = KINDS[name], part(left), isinstance(op, ast.Is)
+            return lambda values: kind.of(inner(values)) == is_wanted
         case ast.Compare(left=left, ops=ops, comparators=rest) if all(type(o) in COMPARISONS for o in ops):
-            return [left, *rest]
+            tests, parts = [COMPARISONS[type(op)] for op in ops], list(map(part, (left, *rest)))
+            return lambda values: are_true(tests, [one(values) for one in parts])
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
-            return args
+            function, parts = FUNCTIONS[name], list(map(part, args))
+            return lambda values: function(*(one(values) for one in parts))
         case ast.Subscript(value=value, slice=index) if not isinstance(index, ast.Slice):
-            return [value, index]
+            inner, at = part(value), part(index)
+            return lambda values: inner(values)[at(values)]
     raise WrongFilter(
         f"{shown}: {ast.unparse(node)!r} is not allowed; use comparisons, is nan, is inf, is finite, and, or, not, + - * / // %, "
         f"{', '.join(FUNCTIONS)} over {', '.join(names)}"
     )
 
 
-def evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:
-    """Evaluate a checked node."""
-    match node:
-        case ast.Constant(value=value):
-            return value
-        case ast.Name(id=name):
-            return values[name]
-        case ast.Tuple(elts=elements) | ast.List(elts=elements):
-            return [evaluate(element, values) for element in elements]
-        case ast.BoolOp(op=ast.And(), values=operands):
-            return all(evaluate(operand, values) for operand in operands)
-        case ast.BoolOp(values=operands):
-            return any(evaluate(operand, values) for operand in operands)
-        case ast.UnaryOp(op=op, operand=operand):
-            return UNARY[type(op)](evaluate(operand, values))
-        case ast.BinOp(left=left, op=op, right=right):
-            return bounded(ARITHMETIC[type(op)], evaluate(left, values), evaluate(right, values))
-        case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as op], comparators=[ast.Name(id=name)]):
-            return KINDS[name].of(evaluate(left, values)) == isinstance(op, ast.Is)
-        case ast.Compare(left=left, ops=ops, comparators=rest):
-            operands = [evaluate(left, values), *(evaluate(one, values) for one in rest)]
-            pairs = zip(ops, operands, operands[1:], strict=False)
-            return all(COMPARISONS[type(op)](a, b) for op, a, b in pairs)
-        case ast.Call(func=ast.Name(id=name), args=args):
-            return FUNCTIONS[name](*(evaluate(one, values) for one in args))
-        case ast.Subscript(value=value, slice=index):
-            return evaluate(value, values)[evaluate(index, values)]
-    raise AssertionError(f"{ast.dump(node)} was checked but cannot be evaluated")
+def are_true(tests: Sequence[Callable[[Any, Any], Any]], operands: Sequence[Any]) -> bool:
+    """Return whether each two neighbours pass their test."""
+    return all(test(a, b) for test, (a, b) in zip(tests, pairwise(operands), strict=True))
 
 
 def bounded(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:

@@ -7,6 +7,7 @@ they are imported only from files or folders that the user gives: with `--code P
 
 import os
 import sys
+import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,24 +24,10 @@ from recorder.format import RecordHeader
 from replayer.errors import ReplayError
 
 OURS = ("areal_core.", "areal_debug.")
-# member of `environment.code` -> what it is called
-NAMES = {
-    "objective": "the objective {}",
-    "loss_fn": "the loss function {}()",
-    "advantage_fn": "the advantage function {}()",
-    "reward_shaping_fn": "the reward shaping function {}()",
-    "gae_lambda_fn": "the function {}() for lambda of GAE",
-    "workflow": "the workflow {}",
-    "reward_fn": "the reward function {}()",
-    "dynamic_filter_fn": "the filter function {}()",
-}
-# the first stage on which each acts
-FIRST_STAGE = {
-    "objective": "logprobs",
-    "loss_fn": "loss",
-    "advantage_fn": "advantages",
-    "reward_shaping_fn": "advantages",
-    "gae_lambda_fn": "advantages",
+ROLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+NAMES: dict[str, str] = {role: row["name"] for role, row in ROLES.items()}
+FIRST_STAGE: dict[str, str] = {
+    role: row["first_stage"] for role, row in ROLES.items() if "first_stage" in row
 }
 OUR_LAMBDAS = "areal_core.algorithm.gae_lambda."  # functions that a record may name without --code
 

@@ -132,7 +132,9 @@ def run_job(job: Job, start_servers: StartServers, run_ranks: RunRanks) -> int:
                 f"for other processes: AREAL_LLM_SERVER_ADDRS={addresses['AREAL_LLM_SERVER_ADDRS']}",
                 flush=True,
             )
-            return watch_servers(servers)
+            while any_left(servers):
+                time.sleep(POLL_S)
+            return 1
         return run_ranks({**NCCL_WITH_SERVERS, **env, **addresses}, partial(any_left, servers))
 
 
@@ -192,12 +194,6 @@ def any_left(servers: list[RunningServer]) -> bool:
             print(failure, file=sys.stderr, flush=True)
             servers.remove(server)
     return bool(servers)
-
-
-def watch_servers(servers: list[RunningServer]) -> int:
-    while any_left(servers):
-        time.sleep(POLL_S)
-    return 1
 
 
 def parse_environment(option: str, text: str) -> dict[str, str]:

@@ -4,7 +4,7 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_debug.record.decode import load_decoder
@@ -69,25 +69,19 @@ def rows_of_place(left: "Record", right: "Record", report: "DiffReport") -> list
     if (place := first.place) is not None:
         at = (step, place.prompt_id, place.sample_id, place.token)
         rows.append(Row("look", view_command(left.path, *at, compare=right.path), is_code=True))
-    return rows + rows_of_text(read_excerpts(left, right, step, first))
+    return rows + rows_of_text(excerpts_of(left, right, step, first))
 
 
-def read_excerpts(
+def excerpts_of(
     left: "Record", right: "Record", step: int, difference: "StageDifference"
 ) -> "tuple[Excerpt, Excerpt] | None":
     """Return the text around a difference in A and in B, None if it is not at a token of both."""
-    from replayer.diff import Excerpt, find_context
+    from replayer.diff import read_excerpts
 
-    context = find_context(left, right, step, difference)
-    if context is None:
-        return None
-    decode = load_decoder(left) or (lambda ids: " ".join(map(str, ids)))
+    def load_decode() -> Callable[[list[int]], str]:
+        return load_decoder(left) or (lambda ids: " ".join(map(str, ids)))
 
-    def excerpt(ids: tuple[int, ...]) -> "Excerpt":
-        parts = ids[: context.at], ids[context.at :][:1], ids[context.at + 1 :]
-        return Excerpt(*(decode(list(part)) if part else "" for part in parts))
-
-    return excerpt(context.left), excerpt(context.right)
+    return read_excerpts(left, right, step, difference, load_decode)
 
 
 def rows_of_text(sides: "tuple[Excerpt, Excerpt] | None") -> list[Row]:

@@ -327,8 +327,8 @@ def check_live(
     from transformers import AutoConfig, AutoTokenizer
 
     from areal_core.data.processor import load_processor
+    from areal_core.rollout.types import TOP_K_OFF, Sampling
     from consistency.check import check
-    from consistency.engines import SamplingParams
     from consistency.live import (
         make_rescorer,
         query_engines,
@@ -344,7 +344,12 @@ def check_live(
     vocabulary = vocabulary_of(tokenizer, processor)
     prompts = read_prompts(options["prompts"], options["split"], tokenizer, options["num_prompts"], processor)
     temperature = 1.0 if options["temperature"] is None else options["temperature"]
-    law = SamplingParams(temperature, options["top_p"], options["top_k"], options["max_new_tokens"])
+    law = Sampling(
+        temperature=temperature,
+        top_p=options["top_p"],
+        top_k=TOP_K_OFF if options["top_k"] is None else options["top_k"],
+        max_new_tokens=options["max_new_tokens"],
+    )
     request = request_of(model, options)
     with doing("sampling, in samples", len(prompts) * options["num_samples"]):
         conversation = query_engines(engines, prompts, options["num_samples"], law, vocabulary, tick)

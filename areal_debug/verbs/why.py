@@ -155,7 +155,7 @@ def explain_replay(record: str, options: "Options", run: "Runner") -> "WhyReport
 
 def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyReport":
     """Add the text around the first token that differs, on both sides, and where to look at it."""
-    from areal_debug.diff.report import read_excerpts
+    from areal_debug.diff.report import excerpts_of
     from areal_debug.report.links import view_command
 
     step, first = report.step, report.difference
@@ -164,7 +164,7 @@ def with_text(left: "Record", right: "Record", report: "WhyReport") -> "WhyRepor
     if (place := first.place) is not None:
         look = view_command(left.path, step, place.prompt_id, place.sample_id, place.token)
         report = replace(report, look=look)
-    return replace(report, text=read_excerpts(left, right, step, first))
+    return replace(report, text=excerpts_of(left, right, step, first))
 
 
 @reads_untrusted("left", "right", reads=ANYWHERE)
@@ -191,14 +191,15 @@ def compare_layers(
     """
     from areal_debug.diff.report import report_of_first_step
     from recorder import open_record
-    from replayer.commits.first_step import bisect_steps, explain_step
+    from replayer.commits.first_step import bisect_steps
     from replayer.commits.warm import layers_with_own_code
+    from replayer.diff import diff_records
     from replayer.errors import ReplayError
 
     here, there = open_record(left), open_record(right)
     announce(f"comparing the weights of {left} and {right}")
     found = bisect_steps(here, there, fast)
-    report, traced = explain_step(here, there, found), None
+    report, traced = None if found.step is None else diff_records(here, there, found.step), None
     if layers and found.step is not None:
         announce(f"replaying step {found.step} of both, each with its own code")
         try:

@@ -37,6 +37,7 @@ from consistency.transforms import (
     select_rows,
     usable_or,
 )
+from recorder.pictures.kinds import encoded
 
 
 def placeholder_counts(processor: VisionProcessor, images: Images) -> tuple[tuple[int, ...], ...]:
@@ -328,7 +329,7 @@ def stored_orientation(image: bytes) -> bytes:
     """Return a picture that its EXIF data rotate as PNG of its stored pixels; others as is."""
     with Image.open(BytesIO(image)) as opened:
         turned = opened.getexif().get(ORIENTATION, 1) != 1
-        return as_png(opened.convert("RGB")) if turned else image
+        return encoded(opened.convert("RGB"), "an image") if turned else image
 
 
 def on_white(image: bytes) -> bytes:
@@ -338,18 +339,12 @@ def on_white(image: bytes) -> bytes:
             return image
         upright = ImageOps.exif_transpose(opened).convert("RGBA")
     white = Image.new("RGBA", upright.size, "white")
-    return as_png(Image.alpha_composite(white, upright).convert("RGB"))
+    return encoded(Image.alpha_composite(white, upright).convert("RGB"), "an image")
 
 
 def blue_first(image: bytes) -> bytes:
     red, green, blue = decode(image).split()
-    return as_png(Image.merge("RGB", (blue, green, red)))
-
-
-def as_png(image: Image.Image) -> bytes:
-    file = BytesIO()
-    image.save(file, format="PNG")
-    return file.getvalue()
+    return encoded(Image.merge("RGB", (blue, green, red)), "an image")
 
 
 DECODINGS: dict[str, Callable[[bytes], bytes]] = {

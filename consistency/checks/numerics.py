@@ -6,8 +6,8 @@ import numpy as np
 
 from consistency.case import BAD_RATIO, Case
 from consistency.causes import Finding, finding
-from consistency.checks.shape import means_by, run_lengths
-from consistency.measure import correlation, tail
+from consistency.checks.shape import run_lengths
+from consistency.measure import correlation, means_by, tail
 from consistency.rescoring import NOISE_FACTOR
 from consistency.tokens import Floats
 

@@ -20,8 +20,8 @@ from consistency.checks.numerics import (
     MIN_RUN,
     moves_of_dtype,
 )
-from consistency.checks.shape import breaks, explained_by_key, means_by, onset, run_lengths, trend
-from consistency.measure import correlation
+from consistency.checks.shape import breaks, explained_by_key, onset, run_lengths, trend
+from consistency.measure import correlation, means_by
 from consistency.tensors import EVERY, TOWER, VOCABULARY_WORDS
 from consistency.tokens import Bools, Floats, Ints
 from consistency.transforms import LEAST_EXPECTED, Prediction

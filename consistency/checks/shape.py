@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from consistency.measure import means_by
 from consistency.tokens import Bools, Floats, Ints, TokenTable
 
 NUM_BINS = 30
@@ -115,12 +116,6 @@ def explained_by_key(keys: Ints, values: Floats) -> float:
     return float(
         1 - ((values[evaluated] - mean[inverse[evaluated]]) ** 2).sum() / max(float((rest**2).sum()), 1e-300)
     )
-
-
-def means_by(keys: Ints, size: Floats) -> tuple[Ints, Floats, Ints]:
-    names, inverse = np.unique(keys, return_inverse=True)
-    count = np.bincount(inverse)
-    return names, np.bincount(inverse, weights=size) / count, count
 
 
 def run_lengths(flags: Bools, sequence: Ints) -> Ints:

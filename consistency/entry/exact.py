@@ -34,7 +34,7 @@ from areal_core.errors import ModelError
 from areal_core.rollout.errors import RequestRefused
 from areal_core.rollout.types import Sampling
 from areal_core.trainer.build import shard_engine
-from consistency.engines import SamplingParams, call_all, connect, exchange
+from consistency.engines import call_all, connect, exchange
 from consistency.live import Vocabulary
 
 FORMAT = 1
@@ -81,21 +81,20 @@ class Check:
     not_run: str | None = None
 
 
+@dataclass
 class Certificate:
     """The result of all checks: facts of the engine, sha256 and dtype of the model, versions."""
 
-    def __init__(
-        self,
-        engine: dict[str, str | None],
-        model: dict[str, str],
-        versions: dict[str, str],
-        checks: Sequence[Check],
-    ) -> None:
-        self.engine, self.model, self.versions, self.checks = engine, model, versions, tuple(checks)
-        self.num_tokens = sum(check.num_tokens for check in checks)
-        self.num_different = sum(check.num_different for check in checks)
-        self.max_abs = max((check.max_abs for check in checks), default=0.0)  # in nats
-        is_complete = all(check.not_run is None for check in checks)
+    engine: dict[str, str | None]
+    model: dict[str, str]
+    versions: dict[str, str]
+    checks: Sequence[Check]
+
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(check.num_tokens for check in self.checks)
+        self.num_different = sum(check.num_different for check in self.checks)
+        self.max_abs = max((check.max_abs for check in self.checks), default=0.0)  # in nats
+        is_complete = all(check.not_run is None for check in self.checks)
         self.verdict = REFUTED if self.num_different else PROVEN if is_complete else UNDECIDED
 
     def document(self) -> dict[str, Any]:
@@ -128,8 +127,7 @@ def hash_model(folder: Path) -> str:
     for path in files:
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 
@@ -211,14 +209,14 @@ class Completed(NamedTuple):
 
 
 class EmbeddedTarget:
-    """The embedded engine with `attn_impl=batch_invariant`, or the fast one to compare with it.
+    """The embedded engine with `attn_impl=batch_invariant`.
 
     Raises:
         ModelError: the model cannot be loaded.
     """
 
-    def __init__(self, path: str, dtype: str, *, is_invariant: bool = True) -> None:
-        self._replica = Replica(path, getattr(torch, dtype), torch.device("cpu"), is_invariant=is_invariant)
+    def __init__(self, path: str, dtype: str) -> None:
+        self._replica = Replica(path, getattr(torch, dtype), torch.device("cpu"), is_invariant=True)
         self.vocabulary_size: int = self._replica.model.config.get_text_config().vocab_size
         self.facts: dict[str, str | None] = {"software": "embedded engine", "dtype": dtype}
 
@@ -258,7 +256,7 @@ class ServerTarget:
 
     def sample(self, requests: Sequence[Request], batch_size: int, max_new_tokens: int) -> list[Completed]:
         """Send `batch_size` requests at a time; the server chooses the seeds."""
-        params = SamplingParams(max_new_tokens=max_new_tokens)
+        params = Sampling(max_new_tokens=max_new_tokens)
         calls = [partial(self._engine.sample, request.prompt, params) for request in requests]
         replies = call_all(calls, batch_size, lambda _: None)
         # The trainer's log-probs are float32; a server may print fewer or more digits.
@@ -278,21 +276,19 @@ class ServerTarget:
 # All checks.
 
 
+@dataclass
 class Run:
     """The checks in order; each is reported when it has run."""
 
-    def __init__(
-        self,
-        target: EmbeddedTarget | ServerTarget,
-        trainer: Trainer,
-        max_new_tokens: int,
-        seed: int,
-        report: Callable[[Check], None],
-    ) -> None:
-        self.target, self.trainer, self.max_new_tokens = target, trainer, max_new_tokens
-        self.report = report
+    target: EmbeddedTarget | ServerTarget
+    trainer: Trainer
+    max_new_tokens: int
+    seed: int
+    report: Callable[[Check], None]
+
+    def __post_init__(self) -> None:
         self.checks: list[Check] = []
-        self._random = random.Random(seed)
+        self._random = random.Random(self.seed)
 
     def requests(self, count: int = GROUP) -> list[Request]:
         """Draw requests: groups of four of one prompt, of 1 to 96 random tokens."""

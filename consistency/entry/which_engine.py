@@ -27,7 +27,7 @@ from consistency.case import DTYPES, Request, explain, likeliest
 from consistency.check import check, refuse_other_vocabulary
 from consistency.diagnose import is_accusation
 from consistency.errors import NothingToCompare, OtherModel
-from consistency.score import TOKENS_PER_PASS, Scorer, load_scorer, predictors, score_logprobs
+from consistency.score import Scorer, load_scorer, score_logprobs
 from consistency.source import (
     Sampled,
     Sampling,
@@ -51,12 +51,12 @@ from consistency.transforms import (
     Replays,
     bounded,
     replay,
-    select_rows,
+    select_sample,
     spread_rows,
-    tokens_within,
     usable_or,
 )
 from recorder import Record, RecordedStep
+from recorder.tables.columns import prompt_lengths
 
 # The share of tokens that the right options draw again: rounding at the bounds of a token's share
 # of [0, 1) changes some.
@@ -66,22 +66,13 @@ DIGITS = (1, 2, 4)  # of options that are tried
 OPTIONS: dict[str, Callable[[float], Any]] = {"temperature": float, "top_p": float, "top_k": round}
 
 
-@dataclass(frozen=True)
-class Law:
-    """Options of sampling; `top_k` is None for no limit."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    greedy: bool = False
-
-    def differences(self, config: "Law") -> str:
-        """Describe what differs from the config."""
-        return ", ".join(
-            f"{name} {describe(value)} (config: {describe(getattr(config, name))})"
-            for name, value in vars(self).items()
-            if value != getattr(config, name)
-        )
+def differences(law: Sampling, config: Sampling) -> str:
+    """Describe what differs from the options of the config."""
+    return ", ".join(
+        f"{name} {describe(value)} (config: {describe(getattr(config, name))})"
+        for name, value in vars(law).items()
+        if value != getattr(config, name)
+    )
 
 
 def describe(value: float | int | bool | None) -> str:
@@ -97,7 +88,7 @@ class Draws:
     tokens: torch.Tensor
     uniforms: torch.Tensor
 
-    def share(self, law: Law) -> float:
+    def share(self, law: Sampling) -> float:
         """Share of the tokens that the law draws again."""
         if law.greedy:
             return float((self.logits.argmax(1) == self.tokens).double().mean())
@@ -115,26 +106,22 @@ def draws_of(scorer: Scorer, sequences: Sequences, sample_ids: Ints, seed: int) 
         sample_ids: per row, int64 [rows].
         seed: of the run.
     """
-    rows = spread_rows(sequences, tokens_within(LOGITS_TO_DRAW, scorer.head.vocabulary_size))
-    picked = select_rows(sequences, rows)
-    logits = torch.empty(len(picked.scored), scorer.head.vocabulary_size)
-    for places, hidden, _, _ in predictors(scorer, picked, TOKENS_PER_PASS):
-        logits[torch.as_tensor(places)] = scorer.head.cap(scorer.head.uncapped(hidden)).float().cpu()
+    sample = select_sample(scorer, sequences, LOGITS_TO_DRAW)
+    logits = scorer.head.cap(scorer.head.uncapped(sample.hidden)).cpu()
     assert sequences.prompt_id is not None
     assert sequences.versions is not None
     version = int(sequences.versions[sequences.scored[0]])
     uniforms = [
         value
-        for row, place in enumerate(rows)
+        for row in sample.rows.tolist()
         for value in uniforms_of_row(
-            picked.sampled[picked.row(row)],
+            sequences.sampled[sequences.row(row)],
             seed,
             version,
-            {"prompt_id": int(sequences.prompt_id[place]), "sample_id": int(sample_ids[place])},
+            {"prompt_id": int(sequences.prompt_id[row]), "sample_id": int(sample_ids[row])},
         )
     ]
-    tokens = torch.as_tensor(picked.input_ids[picked.scored])
-    return Draws(logits, tokens, torch.tensor(uniforms, dtype=torch.float64))
+    return Draws(logits, sample.labels.cpu(), torch.tensor(uniforms, dtype=torch.float64))
 
 
 def uniforms_of_row(sampled: np.ndarray, seed: int, version: int, name: dict[str, int]) -> Iterator[float]:
@@ -145,13 +132,13 @@ def uniforms_of_row(sampled: np.ndarray, seed: int, version: int, name: dict[str
         yield from draw_uniforms(row_seed(seed, version, request), length).tolist()
 
 
-def find_law(draws: Draws, config: Law, replays: Replays) -> tuple[Law, float]:
+def find_law(draws: Draws, config: Sampling, replays: Replays) -> tuple[Sampling, float]:
     """Return the options that draw the most tokens again, one of them other than in the config."""
     laws = [config, replace(config, greedy=not config.greedy)]
     for p in replays.predictions:
         if p.name in OPTIONS:
             values = {round(p.parameter, digits) for digits in DIGITS}
-            laws += [Law(**(vars(config) | {p.name: OPTIONS[p.name](value)})) for value in values]
+            laws += [replace(config, **{p.name: OPTIONS[p.name](value)}) for value in values]
     # Of equals, the roundest number: the options draw the same tokens in a range.
     tried = {law: (draws.share(law), -len(f"{law.temperature:.6g} {law.top_p:.6g}")) for law in laws}
     law = max(tried, key=lambda law: tried[law])
@@ -222,10 +209,9 @@ class Tokens:
         return published_noise(dtypes, has_experts=False).mean_abs
 
     @property
-    def law(self) -> Law:
-        """The options of the config."""
-        options = self.sampling
-        return Law(self.temperature, options.top_p, options.top_k, options.greedy)
+    def law(self) -> Sampling:
+        """The options of the config, with the temperature of the log-probs."""
+        return replace(self.sampling, temperature=self.temperature)
 
     def load(self, key: str) -> Scorer:
         """Load the weights of a key of `models`, in the trainer's dtype."""
@@ -378,7 +364,7 @@ def suspect_options(tokens: Tokens, now: Scorer, draws: Draws | None) -> Suspect
                 f"from the recorded seed, these options draw {share:.0%} of {len(draws.tokens)} tokens, those of the "
                 f"config {draws.share(tokens.law):.0%}"
             )
-            cause = f"{law.differences(tokens.law)} in the engine"
+            cause = f"{differences(law, tokens.law)} in the engine"
             return Suspect("sampling parameters", cause, by_tokens(len(draws.tokens)), evidence)
     drawn = None if tokens.sampling.greedy else likeliest(replays)
     if drawn is not None and drawn[1] > LEAST_NATS:
@@ -541,11 +527,8 @@ def prompts_by_name(record: Record, step: int) -> dict[tuple[int, int], tuple[in
     recorded = record.step(step)
     for rank in range(recorded.manifest.num_ranks):
         batch = recorded.batch(rank, ("cu_seqlens", "input_ids", "loss_mask", "prompt_id", "sample_id"))
-        bounds = batch["cu_seqlens"]
-        for row, name in enumerate(
-            zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True)
-        ):
-            mask = batch["loss_mask"][bounds[row] : bounds[row + 1]]
-            end = bounds[row] + (int(mask.argmax()) if mask.any() else len(mask))
-            found[name] = tuple(batch["input_ids"][bounds[row] : end].tolist())
+        names = zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True)
+        lengths = prompt_lengths(recorded, rank, batch).values
+        for name, begin, length in zip(names, batch["cu_seqlens"], lengths, strict=False):
+            found[name] = tuple(batch["input_ids"][begin : begin + length].tolist())
     return found

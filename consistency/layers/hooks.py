@@ -49,18 +49,7 @@ class Site:
 
 LAYER_MODULE = re.compile(r"layers\.(\d+)(?:\.(.+))?")
 MLP = r"(?:mlp|block_sparse_moe|feed_forward)"
-# Module of a layer -> result; `{x}` names the projections of one kind.
-OUTPUTS = [
-    (r"input_layernorm", "input_norm"),
-    (r"self_attn\.(q|k|v|o)_proj", "{}"),
-    (r"self_attn\.(q|k)_norm", "{}_norm"),
-    (r"self_attn", "attention_block"),
-    (rf"{MLP}\.(gate|up|down)_proj", "{}"),
-    (rf"{MLP}\.act_fn", "activation"),
-    (rf"{MLP}\.experts", "experts"),
-    (rf"{MLP}", "mlp"),
-    (r"post_feedforward_layernorm", "post_mlp_norm"),
-]
+OUTPUTS = {pattern.replace("MLP", MLP): result for pattern, result in OPERATORS["outputs"].items()}
 ROUTER = re.compile(rf"{MLP}\.(?:gate|router)")
 # Takes the result of a site [tokens, width]; returns it, or another to continue with.
 Exchange = Callable[[Site, Tensor], Tensor]
@@ -142,17 +131,12 @@ def dense_routing(chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
     return dense.scatter_(1, chosen.long(), weights)
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    return next(module for module in model.modules() if embedding in module.children())
-
-
 @contextmanager
-def tapped(model: nn.Module, exchange: Exchange) -> Iterator[Taps]:
+def tapped(model: Any, exchange: Exchange) -> Iterator[Taps]:
     """Pass the result of every site to `exchange` in the body; one row at a time."""
     taps = Taps(exchange)
     handles = list(hook_modules(model, taps))
-    layers = {id(module): module for module in decoder_of(model).modules()}
+    layers = {id(module): module for module in model.get_decoder().modules()}
     found = ALL_ATTENTION_FUNCTIONS.get_interface
 
     def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,7 +179,7 @@ def with_new(taps: Taps, site: Site, cached: Tensor) -> Tensor:
 
 
 def hook_modules(model: Any, taps: Taps) -> Iterator[Any]:
-    decoder: Any = decoder_of(model)
+    decoder = model.get_decoder()
     yield model.get_input_embeddings().register_forward_hook(taps.after(Site("embedding")))
     yield from hook_images(model, taps)
     yield decoder.norm.register_forward_hook(taps.after(Site("final_norm")))
@@ -246,7 +230,7 @@ def hook_images(model: Any, taps: Taps) -> Iterator[Any]:
 def hook_leaf(module: nn.Module, leaf: str, layer: int, taps: Taps) -> Iterator[Any]:
     """Yield the handles of hooks on a module of `OUTPUTS`, also inside an adapter's wrapper."""
     own = leaf.removesuffix(".base_layer")
-    for pattern, result in OUTPUTS:
+    for pattern, result in OUTPUTS.items():
         match = re.fullmatch(pattern, own)
         if match is None:
             continue

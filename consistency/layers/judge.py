@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,25 +94,17 @@ COPIES = ("cache_k", "cache_v")  # results that are not computed, so not rounded
 LIMIT = 4.0  # gap over floor, of one token; docs/verbs/consistency.md has what sound engines reach
 
 
-@dataclass
-class SiteGaps:
-    """Root-mean-square sizes per token, [tokens seen], relative to the reference's result.
+@dataclass(frozen=True)
+class SiteReport:
+    """One site: the largest values over tokens; `ratio` is the largest created / floor.
+
+    All are root-mean-square sizes relative to the reference's result.
 
     Attributes:
         created: the engine's result against the reference's operator on the engine's own input.
         floor: how much that operator's result depends on dtype and arrangement.
         total: the engine's result against a run of the reference alone, and its floor.
     """
-
-    created: list[Tensor] = field(default_factory=list)
-    floor: list[Tensor] = field(default_factory=list)
-    total: list[Tensor] = field(default_factory=list)
-    total_floor: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class SiteReport:
-    """One site: largest and median values over tokens; `ratio` is the largest created / floor."""
 
     site: Site
     operator: str
@@ -161,7 +153,7 @@ class LayersReport:
 
 def compare_layers(reference: Reference, engine: Observed, rows: Rows) -> LayersReport:
     """Compare the engine's values for `rows` with the reference's operators."""
-    gaps: dict[Site, SiteGaps] = {}
+    gaps: dict[Site, list[Tensor]] = {}  # of each row: the columns of `site_report`
     computed: set[Site] = set()
     for row, values in zip(rows, engine.rows, strict=True):
         exact = run(reference.exact, row, values)
@@ -175,13 +167,10 @@ def compare_layers(reference: Reference, engine: Observed, rows: Rows) -> Layers
                 seen = seen & ~ties[site.layer]
             stored_in = torch.float32 if site.result in COPIES else engine.dtype
             smallest = HALF_ULP * torch.finfo(stored_in).eps
-            here, found = gaps.setdefault(site, SiteGaps()), values.values[site]
-            gap, floor = gap_and_floor(found, exact[site], [other[site] for other in others], smallest)
-            here.created.append(gap[seen])
-            here.floor.append(floor[seen])
-            gap, floor = gap_and_floor(found, alone[site], [rounded[site]], smallest)
-            here.total.append(gap[seen])
-            here.total_floor.append(floor[seen])
+            found = values.values[site]
+            created = gap_and_floor(found, exact[site], [other[site] for other in others], smallest)
+            total = gap_and_floor(found, alone[site], [rounded[site]], smallest)
+            gaps.setdefault(site, []).append(torch.stack([*created, *total])[:, seen])
     sites = tuple(site_report(site, name, gaps[site]) for site, name in operators(computed, set(gaps)))
     unseen = tuple(dict.fromkeys(site.result for site in sorted(computed - set(gaps))))
     num_tokens = sum(len(row.ids) for row in rows)
@@ -228,9 +217,9 @@ def rms(values: Tensor) -> Tensor:
     return values.square().mean(-1).sqrt()
 
 
-def site_report(site: Site, operator: str, gaps: SiteGaps) -> SiteReport:
-    created, floor = torch.cat(gaps.created), torch.cat(gaps.floor)
-    total, total_floor = torch.cat(gaps.total), torch.cat(gaps.total_floor)
+def site_report(site: Site, operator: str, gaps: list[Tensor]) -> SiteReport:
+    """Report a site; `gaps` are [created, floor, total and its floor; tokens seen] of each row."""
+    created, floor, total, total_floor = torch.cat(gaps, 1)
     created = created.nan_to_num(torch.inf, torch.inf)
     floor = torch.maximum(floor, floor.median()) if len(floor) else floor
     ratio = created / floor

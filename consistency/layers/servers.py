@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import tempfile
+import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from areal_core.config import SGLangConfig
 from areal_core.engine.model import is_vision
 from areal_core.launch.server_process import path_with
 from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+from areal_core.rollout.types import Sampling
 from areal_core.servers.server import call
 from areal_core.servers.sglang import SGLANG
 from consistency.engines import Pictures, with_pictures
@@ -108,26 +110,17 @@ def sites_of(name: str, call: Call, shape: Shape, has_two_norms: bool) -> Iterat
         return
     _, _, number, leaf = name.split(".", 3)
     layer = int(number)
-    if leaf in (results := OPERATORS["servers"]["results"]):
-        yield Site(results[leaf], layer), call["out0"]
-    elif leaf == "input_layernorm":
-        yield Site("input_norm", layer), call["out0"]
-        if "out1" in call and layer:
-            yield Site("residual", layer - 1), call["out1"]
-    elif leaf == "post_attention_layernorm" and has_two_norms:
-        yield Site("post_attention_norm", layer), call["out0"]
-    elif leaf in ("post_attention_layernorm", "pre_feedforward_layernorm"):
-        yield Site("mlp_norm", layer), call["out0"]
-        if "out1" in call:
-            yield Site("attention_residual", layer), call["out1"]
+    if leaf == "post_attention_layernorm" and not has_two_norms:
+        leaf = "pre_feedforward_layernorm"
+    results: dict[str, str] = OPERATORS["servers"]["results"].get(leaf, {})
+    for key in results.keys() & call.keys():
+        yield Site(results[key], layer), call[key]
+    if leaf == "input_layernorm" and "out1" in call and layer:
+        yield Site("residual", layer - 1), call["out1"]
     elif leaf == "self_attn.qkv_proj":
         sizes = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
         for result, value in zip("qkv", call["out0"].split(sizes, dim=-1), strict=True):
             yield Site(result, layer), value
-    elif leaf == "self_attn.attn":
-        names = {"in0": "rope_q", "in1": "rope_k", "kv0": "cache_k", "kv1": "cache_v", "out0": "attention"}
-        for key in names.keys() & call.keys():
-            yield Site(names[key], layer), call[key]
     elif leaf == "mlp.gate_up_proj":
         for result, value in zip(("gate", "up"), call["out0"].chunk(2, dim=-1), strict=True):
             yield Site(result, layer), value
@@ -171,14 +164,12 @@ def sglang(path: str | Path, dtype: torch.dtype, prompts: Rows, num_new: int) ->
     return Observed(f"SGLang with {path}", dtype, found), rows
 
 
-def request_of(prompt: Row, num_new: int) -> dict[str, object]:
+def request_of(prompt: Row, num_new: int) -> dict[str, Any]:
     """Return the JSON of a request of `num_new` tokens, none of them a placeholder of images."""
-    sampling: dict[str, object] = {"temperature": 1.0, "max_new_tokens": num_new, "ignore_eos": True}
-    pictures = None
-    if prompt.images:
-        pictures = Pictures(prompt.images, prompt.image_token_id)
-        sampling["logit_bias"] = {str(prompt.image_token_id): NEVER}
-    payload = {"input_ids": prompt.ids, "sampling_params": sampling, "return_logprob": True}
+    bias = {"logit_bias": {str(prompt.image_token_id): NEVER}} if prompt.images else {}
+    sampling = Sampling(ignore_eos=True, server_only=bias)
+    payload = SGLANG.generate_payload(prompt.ids, sampling, num_new, 0, uuid.uuid4().hex)
+    pictures = Pictures(prompt.images, prompt.image_token_id) if prompt.images else None
     return with_pictures(payload, prompt.ids, pictures)
 
 

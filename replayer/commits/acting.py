@@ -12,6 +12,7 @@ import ast
 import copy
 import re
 import subprocess
+import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -240,79 +241,20 @@ def sources(repository: Path, commit: str) -> Iterator[Sources]:
         reader.stdin.close()
 
 
-CORE = "areal_core"
-OBJECTIVE = f"{CORE}/trainer/objective.py:PolicyObjective"
-ENGINE = f"{CORE}/engine/fsdp.py:FSDPEngine"
-MODEL = tuple(
-    f"{CORE}/engine/{name}.py"
-    for name in ("attention", "logits", "logprobs", "lora", "model", "scores", "sequence_parallel",
-                 "sharding", "tensor_parallel", "vision_models")
-)  # fmt: skip
-LOSS = (
-    f"{OBJECTIVE}.loss",
-    f"{OBJECTIVE}.denominator",
-    f"{CORE}/trainer/update.py",
-    f"{CORE}/algorithm/losses.py",
-    f"{CORE}/algorithm/off_policy.py",
-    f"{ENGINE}.train_batch",
-    *MODEL,
-)
-# stage -> where its computation starts; tests/replayer/test_commits.py holds it against a real step
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def named_by(entries: Iterable[str]) -> Iterator[str]:
+    """Yield entries of the table, with those of a group in the place of its name."""
+    for entry in entries:
+        yield from named_by(TABLE["groups"][entry[1:]]) if entry.startswith("@") else (entry,)
+
+
+# stage -> where its computation starts
 ENTRIES: dict[str, tuple[str, ...]] = {
-    "batch": (
-        *(f"{CORE}/rollout/{n}.py" for n in ("pipeline", "episodes", "staleness", "workflow")),
-        f"{CORE}/trainer/live.py",
-        *(f"{CORE}/data/{n}.py" for n in ("loader", "read", "rows")),
-        *(f"{CORE}/reward/{n}.py" for n in ("functions", "reward_pool", "reward_worker", "signature")),
-        *(f"{CORE}/embedded/{n}.py" for n in ("engine", "generate", "replica")),
-        *(
-            f"{CORE}/servers/{n}.py"
-            for n in ("client", "delta", "reply", "sglang", "update_group", "vllm", "weight_update")
-        ),
-        f"{CORE}/launch/vllm_worker/areal_vllm_worker.py",
-        f"{CORE}/agent/agent_workflow.py",
-        f"{CORE}/trainer/build_rollouts.py",
-        f"{CORE}/engine/full_weights.py",
-    ),
-    "logprobs": (
-        f"{CORE}/algorithm/alignment.py:to_next_token",
-        f"{OBJECTIVE}.learning_inputs",
-        f"{OBJECTIVE}._scored",
-        f"{ENGINE}.score",
-        f"{ENGINE}.compute_logprobs",
-        f"{ENGINE}.compute_values",
-        f"{CORE}/trainer/update.py:critic_values",
-        f"{CORE}/trainer/build_models.py",
-        f"{CORE}/trainer/build.py:build_engine",
-        f"{CORE}/engine/determinism.py",
-        *MODEL,
-    ),
-    "advantages": (
-        f"{OBJECTIVE}.learning_inputs",
-        f"{CORE}/algorithm/advantages.py",
-        f"{CORE}/algorithm/alignment.py",
-        f"{CORE}/algorithm/normalization.py",
-    ),
-    "loss": LOSS,
-    "gradient": (
-        *LOSS,  # an equal loss may have another gradient
-        f"{ENGINE}.backward",
-        f"{CORE}/engine/optimizer.py:gradient_norm",
-        f"{CORE}/engine/reduction.py",
-    ),
-    "weights": (
-        f"{CORE}/engine/optimizer.py",
-        f"{CORE}/engine/offload.py",
-        f"{ENGINE}.train_batch",
-        f"{ENGINE}.step_schedule",
-        f"{CORE}/engine/checkpoint/distributed.py",
-        f"{CORE}/trainer/build.py:build_engine",
-    ),
+    stage: tuple(named_by(entries)) for stage, entries in TABLE["entries"].items()
 }
-# for every stage; their own references lead to all others
-OF_EVERY_STAGE = (f"{CORE}/trainer/rl.py:train_steps", f"{CORE}/data/batch.py")
-# of a stage, but what they refer to is mostly of another one
-NOT_FOLLOWED = {"logprobs": (f"{OBJECTIVE}.learning_inputs",), "advantages": (f"{OBJECTIVE}._scored",)}
+OF_EVERY_STAGE: list[str] = TABLE["of_every_stage"]
 HUNK = re.compile(r"^@@ -\d+(?:,\d+)? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 
 
@@ -346,7 +288,7 @@ def files_acting(repository: Path, good: str, bad: str, stage: str) -> tuple[Cha
     if not counts:
         return ()
     with sources(repository, good) as before, sources(repository, bad) as after:
-        stops = (*OF_EVERY_STAGE, *NOT_FOLLOWED.get(stage, ()))
+        stops = (*OF_EVERY_STAGE, *TABLE["not_followed"].get(stage, ()))
         reached = after.distances([*ENTRIES[stage], *OF_EVERY_STAGE], stops)
         found = []
         for path, added, removed in counts:

@@ -49,18 +49,13 @@ def git(repository: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """Result of a replay: per step, every value that differs from the record, by name."""
+# of a replay: per step, every value that differs from the record, by name
+Numbers = dict[int, dict[str, Any]]
 
-    steps: Mapping[int, Mapping[str, Any]]
 
-    def first_difference(self, other: "Numbers") -> int | None:
-        """Return the first step in which two replays differ, None if there is none."""
-        steps = sorted(self.steps.keys() | other.steps.keys())
-        return next(
-            (step for step in steps if dict(self.steps).get(step) != dict(other.steps).get(step)), None
-        )
+def first_difference(one: Numbers, other: Numbers) -> int | None:
+    """Return the first step in which two replays differ, None if there is none."""
+    return next((step for step in sorted({**one, **other}) if one.get(step) != other.get(step)), None)
 
 
 @dataclass(frozen=True)
@@ -148,12 +143,12 @@ def find_commit(
     if ends[0] is None or ends[1] is None:
         broken = good if ends[0] is None else bad
         raise NothingToBisect(f"the code at {broken} cannot replay {record}: see its output above")
-    step = ends[0].first_difference(ends[1])
+    step = first_difference(ends[0], ends[1])
     if step is None:
         raise SameNumbers(
             f"{good} and {bad} produce the same numbers up to step {last}: choose other revisions, or a later --to-step"
         )
-    wanted = Numbers({number: values for number, values in ends[0].steps.items() if number <= step})
+    wanted = {number: values for number, values in ends[0].items() if number <= step}
     num_replays = 2
 
     def is_good(commit: str) -> bool | None:
@@ -167,7 +162,7 @@ def find_commit(
         record,
         tuple(commit for commit in commits_between(repository, good, bad) if commit.hash in culprits),
         step,
-        changes(ends[0].steps[step], ends[1].steps[step]),
+        changes(ends[0][step], ends[1][step]),
         git(repository, "show", "--stat", "--format=", culprits[-1]).strip("\n"),
         num_replays,
         len(commits),
@@ -184,13 +179,11 @@ def changes(good: Mapping[str, Any], bad: Mapping[str, Any]) -> tuple[Change, ..
 
 def parse_numbers(report: dict[str, Any]) -> Numbers:
     """Parse the JSON of `areal-debug replay`. Statistics that the record lacks are left out."""
-    return Numbers(
-        {
-            step["step"]: {
-                f"{d['kind']} {d['where']} (rank {d['rank']})": d["replayed"]
-                for d in step["differences"]
-                if d["recorded"] is not None
-            }
-            for step in report["steps"]
+    return {
+        step["step"]: {
+            f"{d['kind']} {d['where']} (rank {d['rank']})": d["replayed"]
+            for d in step["differences"]
+            if d["recorded"] is not None
         }
-    )
+        for step in report["steps"]
+    }

@@ -5,13 +5,12 @@ first step with other weights. A batch that differs without changing the weights
 `why --all` reads every step.
 """
 
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from recorder import Record
 from recorder.verify import check_step
-from replayer.diff import DiffReport, diff_records
-from replayer.errors import ReplayError
+from replayer.diff import common_steps
 from replayer.preconditions import check_checksums
 
 
@@ -32,18 +31,6 @@ class FirstStep:
     num_steps: int
 
 
-def first_true(count: int, holds: Callable[[int], bool]) -> int:
-    """Return the first index with monotonic `holds` true, `count` if there is none."""
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
 def bisect_steps(left: Record, right: Record, fast: bool = False) -> FirstStep:
     """Find the first step after which the weights differ, by binary search over common steps.
 
@@ -54,28 +41,21 @@ def bisect_steps(left: Record, right: Record, fast: bool = False) -> FirstStep:
         StepNotRecorded: the scope of one has no checksums.
         DamagedRecord: bytes differ from those written.
     """
-    steps = sorted(set(left.steps) & set(right.steps))
-    if not steps:
-        raise ReplayError(f"{left.path} and {right.path} have no step in common: there is nothing to compare")
+    steps = common_steps(left, right)
     for record in (left, right):
         check_checksums(record, steps[-1])
     read: list[int] = []
 
-    def differs(index: int) -> bool:
-        read.append(steps[index])
-        here, there = (record.step(steps[index]).outcome(0).checksums for record in (left, right))
+    def differs(step: int) -> bool:
+        read.append(step)
+        here, there = (record.step(step).outcome(0).checksums for record in (left, right))
         return here != there
 
     # most compared records are equal to the end, which needs one comparison
-    if not differs(len(steps) - 1):
+    if not differs(steps[-1]):
         for record in () if fast else (left, right):
             for step in steps:
                 check_step(record, step)
         return FirstStep(None, steps[-1], len(read), len(steps))
-    index = first_true(len(steps) - 1, differs)
+    index = bisect_left(steps[:-1], True, key=differs)
     return FirstStep(steps[index], steps[index - 1] if index else None, len(read), len(steps))
-
-
-def explain_step(left: Record, right: Record, found: FirstStep) -> DiffReport | None:
-    """Compare the step that was found, stage by stage."""
-    return None if found.step is None else diff_records(left, right, found.step)

@@ -1,7 +1,7 @@
 """One rank of a replay with the code of a commit: `python on_commit.py TASK`, in its checkout.
 
 It is run by its path beside the packages of that commit, and uses only what those offer:
-`replayer.run` and `replayer.request`. A commit that lacks them ends with TOO_OLD.
+`replayer.run` and `replayer.request`.
 """
 
 import json
@@ -11,8 +11,6 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-TOO_OLD = 3
-
 
 def main(task: dict[str, Any]) -> None:
     """Run a task with the code of the current folder; rank 0 writes its report.
@@ -21,12 +19,9 @@ def main(task: dict[str, Any]) -> None:
         task: `task`, "replay" or "layers"; `request`, members of a `Request`; `place`, the
             checkout; `report`, the file to write.
     """
-    try:
-        from replayer.request import Request
-        from replayer.run import replay, replay_and_compare
-    except ImportError as error:
-        print(f"replay without a new interpreter: {error}", file=sys.stderr)
-        sys.exit(TOO_OLD)
+    from replayer.request import Request
+    from replayer.run import replay, replay_and_compare
+
     given = task["request"]
     request = Request(**given | {"settings": tuple(given.get("settings", ()))})
     if task["task"] == "replay":

@@ -59,9 +59,9 @@ def code_differences(
         *own,
         *commit_differences(*codes),
         *(item for item in script_differences(*codes) if Path(item.file or "").name not in named),
-        *version_differences(members(here, "libraries"), members(there, "libraries")),
+        *value_differences("library", "", *(members(side, "libraries") for side in (here, there))),
         *library_differences(*(members(code, "changed_libraries") for code in codes)),
-        *variable_differences(members(here, "variables"), members(there, "variables")),
+        *value_differences("variable", " is", *(members(side, "variables") for side in (here, there))),
     )
 
 
@@ -121,10 +121,15 @@ def script_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Ite
             yield CodeDifference("script", f"{name}, which the script uses", name, used_by=used_by)
 
 
-def version_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
-    for name in sorted(left.keys() & right.keys()):
-        if left[name] != right[name]:
-            yield CodeDifference("library", f"{name} {left[name]} in A, {right[name]} in B")
+def value_differences(
+    kind: Kind, verb: str, left: Mapping[str, Any], right: Mapping[str, Any]
+) -> Iterator[CodeDifference]:
+    """Yield versions or variables that both sides know, as is known of some variables without a value."""
+    known = left.keys() & right.keys() | (set(VARIABLES) if kind == "variable" else set())
+    for name in sorted(known):
+        one, other = ("not set" if side.get(name) is None else side[name] for side in (left, right))
+        if one != other:
+            yield CodeDifference(kind, f"{name}{verb} {one} in A, {other} in B")
 
 
 def library_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
@@ -137,12 +142,3 @@ def library_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> It
                 yield CodeDifference(
                     "library", f"{name} in {where} is not the file of {library}'s wheel", name
                 )
-
-
-def variable_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
-    known = left.keys() & right.keys() | set(VARIABLES)
-    for name in sorted(known):
-        values = left.get(name), right.get(name)
-        if values[0] != values[1]:
-            shown = ["not set" if value is None else value for value in values]
-            yield CodeDifference("variable", f"{name} is {shown[0]} in A, {shown[1]} in B")

@@ -7,7 +7,6 @@ a folder in the temporary directory and no more, which the next one removes.
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,10 +16,11 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from areal_core.environment import DETERMINISTIC
 from areal_core.launch.torchrun import ended_on_signals
 from areal_core.launch.warm import LIBRARIES, WarmRanks, warm_ranks
-from areal_core.safety.interpreter import python_command
 from areal_core.safety.private import make_private
 from areal_core.safety.scratch import FolderInUse, locked_folder
 from recorder import Record, open_record
@@ -28,7 +28,6 @@ from replayer.carried import model_folder
 from replayer.commits.acting import changed_definitions, first_changed_line, sources
 from replayer.commits.bisect import BisectReport, Numbers, find_commit, git, has_commit, parse_numbers
 from replayer.commits.layers import Call, LayersReport, compare_calls
-from replayer.commits.on_commit import TOO_OLD
 from replayer.commits.outside import code_of
 from replayer.errors import ReplayError
 from replayer.preconditions import check_model, check_recorded_results, step_range
@@ -103,7 +102,6 @@ def remove_unless_used(folder: Path) -> None:
 
 CURRENT = Path(__file__).parents[2]  # this checkout
 ON_COMMIT = Path(__file__).with_name("on_commit.py")
-COMMAND = python_command("-c", "from areal_debug.cli import main; main()", "replay")
 
 
 @dataclass
@@ -119,9 +117,7 @@ class Commits:
         Raises NothingToBisect for a commit that does not exist.
         """
         place = self.checkout.switch(commit)
-        code, report = self._ask("replay", place, request, num_ranks)
-        if code == TOO_OLD:
-            return replay_with(place, request)
+        report = self._ask("replay", place, request, num_ranks)
         return None if report is None else parse_numbers(report)
 
     def layers(self, commit: str | None, request: Request, num_ranks: int) -> list[list[Call]] | None:
@@ -133,18 +129,11 @@ class Commits:
         Raises NothingToBisect for a commit that does not exist.
         """
         place = CURRENT if commit is None else self.checkout.switch(commit)
-        _, report = self._ask("layers", place, request, num_ranks)
-        if report is None:
-            return None
-        return [
-            [Call(**(call | {"functions": tuple(call["functions"])})) for call in calls]
-            for calls in report["calls"]
-        ]
+        report = self._ask("layers", place, request, num_ranks)
+        return None if report is None else msgspec.convert(report["calls"], list[list[Call]])
 
-    def _ask(
-        self, task: str, place: Path, request: Request, num_ranks: int
-    ) -> tuple[int, dict[str, Any] | None]:
-        """Return the exit code of a task, and its report if that is 0."""
+    def _ask(self, task: str, place: Path, request: Request, num_ranks: int) -> dict[str, Any] | None:
+        """Return the report of a task, None if it fails."""
         report = self.checkout.place.with_name("report.json")
         asked = {"place": str(place), "report": str(report), "task": task}
         argv = [str(ON_COMMIT), json.dumps(asked | {"request": changed_members(absolute(request))})]
@@ -153,7 +142,7 @@ class Commits:
         code = self.ranks.run(argv, num_ranks, environment, log, echo=False, place=place)
         if code != 0:
             sys.stderr.write(log.read_text(errors="replace"))
-        return code, json.loads(report.read_text()) if code == 0 else None
+        return json.loads(report.read_text()) if code == 0 else None
 
 
 @contextmanager
@@ -213,20 +202,6 @@ def absolute(request: Request) -> Request:
     return replace(
         request, record=record, model=os.path.abspath(model) if os.path.isdir(model) else request.model
     )
-
-
-def replay_with(place: Path, given: Request) -> Numbers | None:
-    """Replay with a checkout's own command; None if that fails."""
-    request = absolute(given)
-    steps = ("--from-step", str(request.first), "--to-step", str(request.last), "--json")
-    model = ("--model", request.model) if request.model else ()
-    environment = os.environ | {"PYTHONPATH": str(place)}
-    command = [*COMMAND, request.record, *steps, *model]
-    done = subprocess.run(command, cwd=place, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        return parse_numbers(json.loads(done.stdout))
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return None  # an error on stderr in place of a report
 
 
 def layers_with_own_code(

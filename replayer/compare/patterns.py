@@ -13,13 +13,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from recorder import MicroBatch, Outcome, RecordedStep
+from recorder import Outcome, RecordedStep
 from replayer.compare.relations import (
     EPSILON,
     Pairs,
     Pattern,
     RowPair,
     count,
+    listed,
     offset,
     pair_of,
     read_pairs,
@@ -27,7 +28,14 @@ from replayer.compare.relations import (
     rounding,
     scaled,
 )
-from replayer.compare.stages import Foreign, StageDifference, find_rows, match_rows, read_outcomes
+from replayer.compare.stages import (
+    Foreign,
+    StageDifference,
+    find_rows,
+    in_minibatch,
+    paired_rows,
+    read_outcomes,
+)
 
 MICRO_BATCH = re.compile(r"(rows|num_tokens|weight|loss) of rank \d+, micro-batch \d+")
 
@@ -150,17 +158,15 @@ MIN_PROMPTS = 2  # of a shift
 
 def pattern_of_rows(left: RecordedStep, right: RecordedStep, foreign: Foreign) -> Pattern | None:
     """Recognise rows that only one side has: other prompts, or fewer."""
-    if any(foreign):
-        rows, other_rows = match_rows(left, right)
-    else:
-        rows, other_rows = find_rows(left), find_rows(right)
-        if shift := shift_of_prompts(set(rows), set(other_rows)):
-            return Pattern(
-                "shifted",
-                f"B has prompts {range_of(set(other_rows))} where A has {range_of(set(rows))}: "
-                f"{count(abs(shift), 'prompt')} {'later' if shift > 0 else 'earlier'}",
-                float(shift),
-            )
+    rows, other_rows = paired_rows(left, right, foreign)
+    shift = None if any(foreign) else shift_of_prompts(set(rows), set(other_rows))
+    if shift:
+        return Pattern(
+            "shifted",
+            f"B has prompts {range_of(set(other_rows))} where A has {range_of(set(rows))}: "
+            f"{count(abs(shift), 'prompt')} {'later' if shift > 0 else 'earlier'}",
+            float(shift),
+        )
     only = [len(set(rows) - set(other_rows)), len(set(other_rows) - set(rows))]
     if all(only):
         return Pattern(
@@ -245,10 +251,6 @@ def numbers_of(here: Sequence[Outcome], there: Sequence[Outcome], minibatch: int
     )
 
 
-def in_minibatch(outcome: Outcome, minibatch: int | None) -> list[MicroBatch]:
-    return [one for one in outcome.micro_batches if one.minibatch == minibatch]
-
-
 def pattern_of_division(here: Sequence[Outcome], there: Sequence[Outcome]) -> Pattern | None:
     """Recognise rows that are divided into minibatches and micro-batches in another way."""
     sides = [
@@ -308,7 +310,9 @@ def pattern_of_parameters(
     if len(different) > 1 and sorted(sides[0][n] for n in different) == sorted(
         sides[1][n] for n in different
     ):
-        return Pattern("permuted", f"{len(different)} {of} have the values of one another: {some(different)}")
+        return Pattern(
+            "permuted", f"{len(different)} {of} have the values of one another: {listed(different)}"
+        )
     if len(different) == len(shared):
         return Pattern("every tensor", f"the {of} of all {len(shared)} parameters differ", float(len(shared)))
     rest = f"the {of} of the other {len(shared) - len(different)} parameters are equal"
@@ -325,7 +329,7 @@ def pattern_of_parameters(
         return Pattern(
             "one layer", f"only {len(different)} parameters of layer {layer}: {rest}", float(layer)
         )
-    return Pattern("some tensors", f"{some(different)}: {rest}", float(len(different)))
+    return Pattern("some tensors", f"{listed(different)}: {rest}", float(len(different)))
 
 
 def checksums(outcome: Outcome, difference: StageDifference) -> Mapping[str, str]:
@@ -334,9 +338,3 @@ def checksums(outcome: Outcome, difference: StageDifference) -> Mapping[str, str
         return outcome.checksums
     of = outcome.minibatches[difference.minibatch]
     return of.gradients if difference.stage == "gradient" else of.weights
-
-
-def some(names: Sequence[str]) -> str:
-    """Return up to three names and the number of the rest."""
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest

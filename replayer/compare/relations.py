@@ -12,15 +12,14 @@ import numpy as np
 
 from recorder import RecordedStep
 from recorder.format import TensorEntry
-from recorder.tensors import float32_of_bits
+from recorder.tables.columns import numbers_of
 from replayer.compare.stages import (
     Foreign,
     StageDifference,
     bits,
     files,
-    find_rows,
-    match_rows,
-    side_of,
+    paired_rows,
+    sides_of,
     tensor_entries,
 )
 
@@ -44,6 +43,12 @@ class Pattern:
 def count(number: int, noun: str) -> str:
     """Return `1 row`, `2 rows`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def listed(names: Sequence[str], limit: int = 3) -> str:
+    """Join names with commas; of many, `limit` and a count of the rest."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 # tokens and names: numbers whose size means nothing; and floats of which NumPy knows the bits only
@@ -119,12 +124,8 @@ def read_pairs(
     one, other = tensor_entries(here, key)[0], tensor_entries(there, key)[0]
     assert one is not None
     assert other is not None
-    if any(foreign):
-        rows, other_rows = match_rows(left, right)
-    else:
-        rows, other_rows = find_rows(left), find_rows(right)
-    a = side_of(left, here, rows, key, foreign[0], any(foreign))
-    b = side_of(right, there, other_rows, key, foreign[1], any(foreign))
+    rows, other_rows = paired = paired_rows(left, right, foreign)
+    a, b = sides_of((left, right), kind, key, paired, foreign)
     per_token = one.axis == "token"
     in_prompt = key == "input_ids" and difference.place is not None and difference.place.in_prompt
     found = []
@@ -169,8 +170,7 @@ def pair_of(
 
 def numbers(values: np.ndarray, entry: TensorEntry) -> np.ndarray:
     """Return the values as float64 or int64; bfloat16 from its bits."""
-    if entry.dtype == "BF16":
-        return float32_of_bits(values).astype(np.float64)
+    values = numbers_of(values, entry)
     return values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
 
 

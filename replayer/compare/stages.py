@@ -12,17 +12,20 @@ What another trainer did not give is unknown, and differs from nothing: a tensor
 row whose bit is set, NaN in a tensor of that trainer. Its statistics have its own names.
 """
 
+import tomllib
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from recorder import Outcome, Plan, RecordedStep
+from recorder import MicroBatch, Outcome, Plan, RecordedStep
 from recorder.conversations import conversations
 from recorder.format import IMAGE_KEYS, OTHER_TRAINER_KEYS, BatchEntry, TensorEntry
+from recorder.tables.columns import prompt_lengths
 from replayer.compare.inputs import describe, differing_result, pictures_of
 
 STAGES = ("batch", "logprobs", "advantages", "loss", "gradient", "weights")
@@ -33,24 +36,7 @@ LOGPROBS = ("loss_mask", "prox_logp", "ref_logp", "teacher_logp", "values", "ent
 NOT_COMPARED = {"cu_seqlens", "prompt_id", "sample_id", *OTHER_TRAINER_KEYS, *IMAGE_KEYS}
 # last word of a statistic of another trainer -> its stage
 STAGE_OF_STATISTIC = dict.fromkeys(("loss", "pg_loss", "policy_loss"), "loss") | {"grad_norm": "gradient"}
-# in the order of computation: the first difference explains later ones
-ORDER = (
-    "input_ids",
-    "loss_mask",
-    "finish_reason",
-    "rewards",
-    "versions",
-    "logprobs",
-    "prox_logp",
-    "entropy",
-    "ref_logp",
-    "teacher_logp",
-    "values",
-    "kl_rewards",
-    "total_rewards",
-    "returns",
-    "advantages",
-)
+ORDER: list[str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["order"]
 
 
 @dataclass(frozen=True)
@@ -94,15 +80,6 @@ class StageDifference:
 
 
 @dataclass(frozen=True)
-class Update:
-    """An optimizer step in the trainer's plan; the loss is that of all ranks."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-
-
-@dataclass(frozen=True)
 class RowSpan:
     """Position of a row in its rank's flat tensors; the prompt has `prompt_length` tokens."""
 
@@ -124,6 +101,7 @@ Rows = dict[tuple[int, int], RowSpan]
 Content = tuple[Hashable, Hashable]  # of a row: all of it, and its prompt
 Files = list[tuple[str, BatchEntry]]
 Foreign = tuple[bool, bool]
+Update = dict[str, float]  # loss (of all ranks), grad_norm and lr of an optimizer step
 
 
 @dataclass(frozen=True)
@@ -186,10 +164,8 @@ def compare_tensors(
     if not suspects:
         return
     if any(foreign):
-        rows, other_rows = match_rows(left, right)
         suspects = set(keys)  # equal tensors may belong to rows in another order
-    else:
-        rows, other_rows = find_rows(left), find_rows(right)
+    rows, other_rows = paired = paired_rows(left, right, foreign)
     if kind == "batch":
         yield from compare_rows(rows, other_rows, in_order=not any(foreign))
         if suspects & IMAGE_KEYS.keys():
@@ -204,23 +180,31 @@ def compare_tensors(
             if not any(foreign) and (kind, key) != ("learning", "loss_mask"):
                 yield StageDifference(stage_of(kind, key), key, left=dtypes[0], right=dtypes[1])
             continue
-        one = side_of(left, here, rows, key, foreign[0], any(foreign))
-        other = side_of(right, there, other_rows, key, foreign[1], any(foreign))
-        yield from compare_tensor(stage_of(kind, key), key, one, other, entries[0].axis == "token")
+        sides = sides_of((left, right), kind, key, paired, foreign)
+        yield from compare_tensor(stage_of(kind, key), key, *sides, entries[0].axis == "token")
 
 
-def side_of(
-    step: RecordedStep, names: Files, rows: Rows, key: str, is_foreign: bool, any_foreign: bool
-) -> Side:
+def sides_of(
+    steps: tuple[RecordedStep, RecordedStep], kind: str, key: str, rows: tuple[Rows, Rows], foreign: Foreign
+) -> tuple[Side, Side]:
+    """Read a tensor of every rank of both recordings of a step, which both have."""
+    one, other = (
+        side_of(step, kind, key, of_step, is_foreign, any(foreign))
+        for step, of_step, is_foreign in zip(steps, rows, foreign, strict=True)
+    )
+    return one, other
+
+
+def side_of(step: RecordedStep, kind: str, key: str, rows: Rows, is_foreign: bool, any_foreign: bool) -> Side:
     """Read a tensor of every rank of a step.
 
     Beside another trainer's record, a log-prob of 0 outside of the loss mask is not known: older
     versions stored 0 there, whatever was given, as our trainer does.
     """
     # learning-* has no bits: a row that lacks a name is NaN
-    asked = key if names[0][0].startswith("batch-") else "cu_seqlens"
+    asked = key if kind == "batch" else "cu_seqlens"
     known = [step.known(rank, asked) for rank in range(step.manifest.num_ranks)]
-    arrays = [step.tensors(name, entry, [key])[key] for name, entry in names]
+    arrays = [step.tensors(name, entry, [key])[key] for name, entry in files(step, kind)]
     if key == "logprobs" and any_foreign:
         masks = [step.batch(rank, ["loss_mask"])["loss_mask"] for rank in range(len(arrays))]
         arrays = [
@@ -273,24 +257,18 @@ def find_rows(step: RecordedStep) -> Rows:
     """Return every row of a step by (prompt_id, sample_id), in the order of ranks and rows."""
     rows: Rows = {}
     for rank in range(step.manifest.num_ranks):
-        arrays = step.batch(rank, ("cu_seqlens", "prompt_id", "sample_id", "loss_mask"))
-        bounds, mask = arrays["cu_seqlens"].tolist(), arrays["loss_mask"]
-        given = prompt_lengths(step, rank)
+        given = ["prompt_length"] if "prompt_length" in step.batch_entry(rank)[1].tensors else []
+        arrays = step.batch(rank, ("cu_seqlens", "prompt_id", "sample_id", "loss_mask", *given))
+        bounds, lengths = arrays["cu_seqlens"].tolist(), prompt_lengths(step, rank, arrays).values.tolist()
         names = zip(arrays["prompt_id"].tolist(), arrays["sample_id"].tolist(), strict=True)
         for row, name in enumerate(names):
-            begin, end = bounds[row], bounds[row + 1]
-            trained = np.flatnonzero(mask[begin:end])
-            length = given[row] if given[row] >= 0 else int(trained[0]) if len(trained) else end - begin
-            rows[name] = RowSpan(rank, row, begin, end, length, *name)
+            rows[name] = RowSpan(rank, row, bounds[row], bounds[row + 1], lengths[row], *name)
     return rows
 
 
-def prompt_lengths(step: RecordedStep, rank: int) -> list[int]:
-    """Return the tokens before the completion of each row as the trainer gave them, or -1."""
-    known = step.known(rank, "prompt_length")
-    if not known.any():
-        return [-1] * len(known)
-    return np.where(known, step.batch(rank, ["prompt_length"])["prompt_length"], -1).tolist()
+def paired_rows(left: RecordedStep, right: RecordedStep, foreign: Foreign) -> tuple[Rows, Rows]:
+    """Return the rows of both steps, under one name where they are the same."""
+    return match_rows(left, right) if any(foreign) else (find_rows(left), find_rows(right))
 
 
 def match_rows(left: RecordedStep, right: RecordedStep) -> tuple[Rows, Rows]:
@@ -481,10 +459,8 @@ def parse_updates(plan: Plan, member: str) -> list[Update]:
 
     Empty if the member is absent.
     """
-    if member not in plan.details:
-        return []
-    numbers = ("loss", "grad_norm", "lr")
-    return [Update(*(float.fromhex(item[name]) for name in numbers)) for item in plan.details[member]]
+    documents = plan.details.get(member, [])
+    return [{name: float.fromhex(item[name]) for name in ("loss", "grad_norm", "lr")} for item in documents]
 
 
 def compare_statistics(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[StageDifference]:
@@ -523,13 +499,15 @@ def compare_updates(
                 yield from compare_losses(rank, minibatch, left, right)
         own, other = (u[minibatch] if minibatch < len(u) else None for u in (updates, others))
         if own and other:
-            yield from compare_numbers("gradient", "grad_norm", own.grad_norm, other.grad_norm, minibatch)
+            yield from compare_numbers(
+                "gradient", "grad_norm", own["grad_norm"], other["grad_norm"], minibatch
+            )
         recorded = zip(here[0].minibatches[minibatch:], there[0].minibatches[minibatch:], strict=False)
         pair = next(recorded, None)
         if pair:
             yield from compare_checksums("gradient", pair[0].gradients, pair[1].gradients, minibatch)
         if own and other:
-            yield from compare_numbers("weights", "lr", own.lr, other.lr, minibatch)
+            yield from compare_numbers("weights", "lr", own["lr"], other["lr"], minibatch)
         if pair:
             yield from compare_checksums("weights", pair[0].weights, pair[1].weights, minibatch)
 
@@ -537,12 +515,16 @@ def compare_updates(
 def compare_critics(updates: Sequence[Update], others: Sequence[Update]) -> Iterator[StageDifference]:
     for minibatch, (left, right) in enumerate(zip_longest(updates, others)):
         for stage, fact in (("loss", "loss"), ("gradient", "grad_norm"), ("weights", "lr")):
-            own, other = (None if one is None else getattr(one, fact) for one in (left, right))
+            own, other = (None if one is None else one[fact] for one in (left, right))
             yield from compare_numbers(stage, f"{fact} of the critic", own, other, minibatch)
 
 
+def in_minibatch(outcome: Outcome, minibatch: int | None) -> list[MicroBatch]:
+    return [one for one in outcome.micro_batches if one.minibatch == minibatch]
+
+
 def compare_losses(rank: int, minibatch: int, left: Outcome, right: Outcome) -> Iterator[StageDifference]:
-    sides = [[m for m in outcome.micro_batches if m.minibatch == minibatch] for outcome in (left, right)]
+    sides = [in_minibatch(outcome, minibatch) for outcome in (left, right)]
     for number, (a, b) in enumerate(zip_longest(*sides)):
         name = f"rank {rank}, micro-batch {number}"
         rows, other_rows = (None if one is None else one.rows for one in (a, b))

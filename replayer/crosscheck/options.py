@@ -1,17 +1,19 @@
 """What a trainer's options mean for the numbers of a step, in one vocabulary for all trainers.
 
 `Options` holds the values that decide rewards, advantages, loss and gradient. Configurations of our
-trainer, TRL, verl, slime and miles are read into it (`their_configs.py`), and the rows of `KNOWN`
-list the values that a search tries. A value that a configuration leaves to its trainer is
+trainer, TRL, verl, slime and miles are read into it (`their_configs.py`), and `options.toml` lists the
+values that a search tries. A value that a configuration leaves to its trainer is
 that trainer's default.
 """
 
 import time
+import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from math import inf, isclose
 from operator import itemgetter
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -109,96 +111,28 @@ class Known:
 
     stage: str
     phrase: str
-    values: tuple[Any, ...] = ()
+    values: tuple[Any, ...]
 
 
-EPS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
-LEVELS = ("group", "batch", None)
-EXCHANGED = " of the exchanged arguments"
-ESTIMATORS = ("k1", "k2", "k3", "abs", *(name + EXCHANGED for name in ("k1", "k3")))
-SCALES = tuple(
-    sorted({x for n in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 128) for x in (1 / n, float(n))})
-)
-CLIPS = (0.1, 0.15, 0.18, 0.2, 0.25, 0.28, 0.3, 0.4, 0.5, 3e-4, 4e-4, 1e9)
-WEIGHTS = (0.0, 1e-4, 1e-3, 3e-3, 5e-3, 0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.2, 0.5, 1.0)
-
-MASKS = (
-    "loss mask",
-    "shifted by +1",
-    "shifted by -1",
-    "without the last token",
-    "without the first token",
-    "without truncated rows",
-    "everything after the prompt",
-    "all tokens",
-)
 COUNTED = "the tokens that count"
-CORRECTIONS = (None, "truncated tokens", "masked tokens", "truncated sequences", "masked sequences")
-AGGREGATIONS = (
-    "token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "token-sum",
-    "token-mean of each rank",
-    "token-mean of each micro-batch",
-)
+EXCHANGED = " of the exchanged arguments"
 OF_RANKS = ("each context-parallel rank, in zigzag", "each context-parallel rank, in blocks")
-TOKEN_SETS = (
-    *("all tokens", "the tokens of each rank"),
-    *(f"the tokens {by}of {ranks}" for ranks in OF_RANKS for by in ("", "by their inputs ")),
-)
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def usual(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield values of the table, with those of a list in the place of its name."""
+    for value in values:
+        if isinstance(value, str) and value.startswith("@"):
+            yield from usual(TABLE["values"][value[1:]])
+        else:
+            yield None if value == "none" else value
+
+
 KNOWN = {
-    "reward_bias": Known("rewards", "the number added to rewards", (0.0, -0.5, 0.5, 1.0, -1.0)),
-    "reward_scaling": Known("rewards", "the factor on rewards", (1.0, 0.1, 0.5, 2.0, 5.0, 10.0)),
-    "reward_clip": Known("rewards", "the bound on rewards", (inf, 0.5, 1.0, 5.0, 10.0, 20.0)),
-    "overlong": Known("rewards", "the penalty of overlong completions (length, zone, factor)", (None,)),
-    "truncated": Known("rewards", "the reward of truncated completions", ("kept", "zero")),
-    "mask": Known("mask", "the tokens that count", MASKS),
-    "kl_reward_coef": Known("kl", "the weight of the KL in the reward", WEIGHTS),
-    "kl_reward_estimator": Known("kl", "the estimator of the KL in the reward", ESTIMATORS),
-    "kl_place": Known("kl", "what the KL in the reward is added to", ("advantages", "rewards")),
-    "grouping": Known("advantages", "the rows of a group", ("prompt", "consecutive rows", "every n-th row")),
-    "mean": Known("advantages", "the level of the mean that is subtracted", LEVELS),
-    "leave_one_out": Known("advantages", "leaving a row out of its own mean", (False, True)),
-    "std": Known("advantages", "the level of the standard deviation that divides", LEVELS),
-    "unbiased": Known("advantages", "the division by n - 1 in the standard deviation", (True, False)),
-    "eps": Known("advantages", "the number added to the standard deviation", EPS),
-    "inside_root": Known("advantages", "adding that number to the variance instead", (False, True)),
-    "lone": Known("advantages", "the advantage of the only row of a group", ("zero", "reward")),
-    "length": Known("advantages", "the advantage of long rows", ("kept", "divided")),
-    "discount": Known("advantages", "the discount", (1.0, 0.999, 0.995, 0.99, 0.98, 0.95, 0.9)),
-    "gae_lambda": Known("advantages", "lambda of GAE", (1.0, 0.99, 0.98, 0.97, 0.95, 0.9)),
-    "teacher_coef": Known("advantages", "the weight of the teacher's term, for distillation", (0.0,)),
-    "token_mean": Known("advantages", "the level of the mean over tokens", LEVELS),
-    "token_std": Known("advantages", "the level of the standard deviation over tokens", LEVELS),
-    "token_leave_one_out": Known("advantages", "leaving a token out of its own mean", (False, True)),
-    "token_unbiased": Known("advantages", "the division by n - 1 in the standard deviation over tokens", (True, False)),
-    "token_eps": Known("advantages", "the number added to the standard deviation over tokens", EPS),
-    "token_inside_root": Known("advantages", "adding that number to the variance over tokens instead", (False, True)),
-    "token_sets": Known("advantages", "what advantages are normalised over", TOKEN_SETS),
-    "old_logprobs": Known("loss", "the log-probs that the ratio divides by", ("rollout", "trainer", "current")),
-    "correction": Known("loss", "the correction for the sampling policy", CORRECTIONS),
-    "correction_cap": Known("loss", "the largest correction for the sampling policy", (None, 1.5, 2.0, 3.0, 5.0, 10.0)),
-    "ratio_level": Known("loss", "the level of the importance ratio", ("token", "sequence", "sequence sum")),
-    "clip_low": Known("loss", "the lower clip range", CLIPS),
-    "clip_high": Known("loss", "the upper clip range", (None, *CLIPS)),
-    "dual_clip": Known("loss", "the dual clip", (None, 1.5, 2.0, 3.0, 4.0, 5.0, 10.0)),
-    "aggregation": Known("loss", "the aggregation of the loss", AGGREGATIONS),
-    "max_length": Known("loss", "the length that divides the loss of a sequence"),
-    "empty_rows": Known("loss", "rows without a token that counts", ("left out", "counted")),
-    "kl_coef": Known("loss", "the weight of the KL in the loss", WEIGHTS),
-    "kl_estimator": Known("loss", "the estimator of the KL in the loss", ESTIMATORS),
-    "kl_weight": Known("loss", "the weight of a token's KL in the loss", (None, "ratio")),
-    "policy_mask": Known("loss", "the mask of the policy's loss, not of its divisor,", (COUNTED, *MASKS)),
-    "kl_mask": Known("loss", "the mask of the tokens whose KL is in the loss", (COUNTED, *MASKS)),
-    "kl_logprobs": Known("loss", "the log-probs whose KL is in the loss", ("current", "trainer", "rollout")),
-    "entropy_coef": Known("loss", "the weight of the entropy in the loss", WEIGHTS),
-    "loss_scale": Known("loss", "the factor on the loss", SCALES),
-    "gradient_scale": Known("gradient", "the factor on the gradient", SCALES),
-    "norm": Known("gradient", "the gradient norm that is reported, before or after clipping", ("before", "after")),
-    "max_norm": Known("gradient", "the largest gradient norm"),
-}  # fmt: skip
+    name: Known(row["stage"], row["phrase"], tuple(usual(row["values"])))
+    for name, row in TABLE["options"].items()
+}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ them needs torch and other people's packages, and never sees the files.
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -180,15 +180,10 @@ def origin_of(record: Record, step: int, given: Folder | None) -> Origin:
     )
 
 
-def to_json(value: Any) -> Any:
-    """Return a dataclass of arrays, numbers and texts as JSON types."""
-    if isinstance(value, np.ndarray):
-        return array_json(value)
-    if is_dataclass(value):
-        value = vars(value)
-    if isinstance(value, dict):
-        return {name: to_json(item) for name, item in value.items()}
-    return [to_json(item) for item in value] if isinstance(value, tuple) else value
+def to_json(rows: StepRows) -> dict[str, Any]:
+    """Return rows as JSON types."""
+    document: dict[str, Any] = msgspec.to_builtins(rows, enc_hook=array_json)
+    return document
 
 
 def from_json(document: Mapping[str, Any]) -> StepRows:

@@ -5,28 +5,19 @@ the same configuration means in those frameworks, with the values that they have
 is not known, or not computed here, is a reason why a stage is not checked.
 """
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from replayer.crosscheck.options import Options
 from replayer.crosscheck.step_rows import Origin
 from replayer.own_code import FIRST_STAGE
 
-TRL_AGGREGATIONS = {
-    "grpo": "seq-mean-token-mean",
-    "bnpo": "token-mean",
-    "dapo": "token-mean",
-    "dr_grpo": "seq-mean-token-sum-norm",
-    "luspo": "seq-mean-token-sum",
-}
-TRL_CORRECTIONS = {
-    "token_truncate": "truncated tokens",
-    "token_mask": "masked tokens",
-    "sequence_truncate": "truncated sequences",
-    "sequence_mask": "masked sequences",
-}
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TRL_AGGREGATIONS: dict[str, str] = TABLES["trl"]["aggregations"]
 VERL_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 NOT_COMPUTED = "the configuration has {}, which is not recomputed here"
 MEAN_OF_UPDATES = "the loss is a mean over {} optimizer steps, of which only the first is known"
@@ -81,14 +72,32 @@ def options_of(origin: Origin) -> Configured:
         ) from None
 
 
-# option -> member of our section `actor`
-OF_OURS = {
-    **{name: name for name in ("reward_bias", "reward_scaling", "reward_clip", "discount", "gae_lambda")},
-    "kl_reward_coef": "kl_ctl", "kl_reward_estimator": "kl_estimator", "correction_cap": "behav_imp_weight_cap",
-    "ratio_level": "importance_sampling_level", "clip_low": "eps_clip", "clip_high": "eps_clip_higher",
-    "dual_clip": "c_clip", "aggregation": "loss_aggregation", "max_length": "max_new_tokens",
-    "kl_coef": "kl_loss_coef", "kl_estimator": "kl_loss_estimator",
-}  # fmt: skip
+WITHOUT = {"max_norm": inf, "max_length": 1, "context_parallel": 1}  # what 0 and null mean
+
+
+def named(config: Any, path: str, default: Any = None) -> Any:
+    """Return a member of nested members, the default where it is absent."""
+    for part in path.split("."):
+        if not isinstance(config, Mapping) or part not in config:
+            return default
+        config = config[part]
+    return config
+
+
+def plain(trainer: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are fixed in a trainer, or that one member of its configuration decides."""
+    rows = TABLES[trainer]["options"]
+    found = TABLES[trainer]["fixed"] | {option: named(config, *row) for option, row in rows.items()}
+    return found | {option: found[option] or usual for option, usual in WITHOUT.items() if option in found}
+
+
+def not_computed(trainer: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return why stages are not checked, of members with another value than the usual one."""
+    found = {}
+    for stage, path, *usual in TABLES[trainer]["unchecked"]:
+        if (value := named(config, path)) not in (*usual, None):
+            found[stage] = NOT_COMPUTED.format(f"{path}={value}")
+    return found
 
 
 def of_ours(config: Mapping[str, Any]) -> Configured:
@@ -115,7 +124,7 @@ def of_ours(config: Mapping[str, Any]) -> Configured:
         unchecked["advantages"] = NOT_COMPUTED.format("mask_no_eos_with_zero and a critic")
     rewards, tokens = norm(actor["reward_norm"]), norm(actor["adv_norm"])
     options = Options(
-        **{option: actor[name] for option, name in OF_OURS.items()},
+        **{option: actor[name] for option, name in TABLES["ours"].items()},
         overlong=overlong(actor),
         truncated="zero" if actor["mask_no_eos_with_zero"] else "kept",
         **rewards,
@@ -153,12 +162,7 @@ def of_trl(config: Mapping[str, Any]) -> Configured:
     kind = given("loss_type", "dapo")
     if kind not in TRL_AGGREGATIONS:
         unchecked["loss"] = NOT_COMPUTED.format(f"loss_type={kind}")
-    usual = {"entropy_coef": 0.0, "top_entropy_quantile": 1.0}
-    for name in (*usual, "off_policy_mask_threshold", "vllm_importance_sampling_clip_min"):
-        if given(name) not in (usual.get(name), None):
-            unchecked["loss"] = NOT_COMPUTED.format(name)
-    if given("multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
-        unchecked["advantages"] = NOT_COMPUTED.format("multi_objective_aggregation=normalize_then_sum")
+    unchecked |= not_computed("trl", config)
     corrects = bool(given("use_vllm", False) and given("vllm_importance_sampling_correction", True))
     accumulated = given("gradient_accumulation_steps", 1)
     generate_every = (given("steps_per_generation") or accumulated) * given("num_iterations", 1)
@@ -168,29 +172,18 @@ def of_trl(config: Mapping[str, Any]) -> Configured:
         )
     scale = given("scale_rewards", "group")
     options = Options(
+        **plain("trl", config),
         std={True: "group", False: None, "none": None}.get(scale, scale),
-        eps=1e-4,
         mask="without truncated rows" if given("mask_truncated_completions", False) else "loss mask",
         old_logprobs="trainer" if corrects or accumulated % generate_every else "current",
-        correction=TRL_CORRECTIONS[given("vllm_importance_sampling_mode", "sequence_mask")]
+        correction=TABLES["trl"]["corrections"][given("vllm_importance_sampling_mode", "sequence_mask")]
         if corrects
         else None,
-        correction_cap=given("vllm_importance_sampling_clip_max", 3.0),
-        ratio_level=given("importance_sampling_level", "token"),
-        clip_low=given("epsilon", 0.2),
-        clip_high=given("epsilon_high"),
-        dual_clip=given("delta"),
         aggregation=TRL_AGGREGATIONS.get(kind, "token-mean"),
-        max_length=given("max_completion_length", 512) or 1,
-        empty_rows="counted",
-        kl_coef=given("beta", 0.0),
         kl_weight="ratio" if given("use_bias_correction_kl", True) else None,
-        max_norm=given("max_grad_norm", 1.0) or inf,
     )
     dtype = None if given("bf16") is not False or given("fp16") else "float32"
-    counts = counted(config, "gradient_accumulation_steps", "num_generations", "per_device_train_batch_size")
-    options = replace(options, micro_batches=accumulated)
-    return Configured(options, "TRL's config says", "trl", unchecked, dtype, counts=counts)
+    return configured("trl", options, config, unchecked, dtype)
 
 
 def of_verl(config: Mapping[str, Any]) -> Configured:
@@ -203,27 +196,23 @@ def of_verl(config: Mapping[str, Any]) -> Configured:
         unchecked["advantages"] = NOT_COMPUTED.format(f"adv_estimator={estimator}")
     if mode not in ("vanilla", "gspo"):
         unchecked["loss"] = NOT_COMPUTED.format(f"policy_loss.loss_mode={mode}")
-    if (algorithm.get("rollout_correction") or {}).get("rollout_is"):
-        unchecked["loss"] = NOT_COMPUTED.format("rollout_correction.rollout_is")
+    unchecked |= not_computed("verl", config)
     scaled = algorithm.get("norm_adv_by_std_in_grpo", True)
     rewarded = algorithm.get("use_kl_in_reward", False)
     options = replace(
         VERL_ESTIMATORS.get(estimator, Options()),
+        **plain("verl", config),
         kl_reward_coef=(algorithm.get("kl_ctrl") or {}).get("kl_coef", 0.001) if rewarded else 0.0,
         kl_reward_estimator=VERL_KL[algorithm.get("kl_penalty", "kl")],
-        kl_place="rewards",
         discount=algorithm.get("gamma", 1.0) if estimator == "gae" else 1.0,
         gae_lambda=algorithm.get("lam", 1.0) if estimator == "gae" else 1.0,
-        old_logprobs="trainer",
         ratio_level="sequence" if mode == "gspo" else "token",
         clip_low=actor.get("clip_ratio_low") or actor.get("clip_ratio", 0.2),
         clip_high=actor.get("clip_ratio_high") or actor.get("clip_ratio", 0.2),
         dual_clip=None if mode == "gspo" else actor.get("clip_ratio_c", 3.0),
-        aggregation=actor.get("loss_agg_mode", "token-mean"),
         max_length=actor.get("loss_scale_factor") or (config.get("data") or {}).get("max_response_length", 1),
         kl_coef=actor.get("kl_loss_coef", 0.001) if actor.get("use_kl_loss") else 0.0,
         kl_estimator=VERL_KL[str(actor.get("kl_loss_type", "low_var_kl")).removesuffix("+")],
-        max_norm=actor.get("grad_clip", 1.0) or inf,
     )
     if estimator == "grpo" and not scaled:
         options = replace(options, std=None)
@@ -232,32 +221,28 @@ def of_verl(config: Mapping[str, Any]) -> Configured:
         config["actor_rollout_ref"].get("rollout") or {},
     )
     rows = (config.get("data") or {}).get("train_batch_size", 0) * rollout.get("n", 1)
-    counts = counted(config, *VERL_COUNTS)
+    counts = {}
     if size and rows > size:
         options = replace(options, micro_batches=rows // size)
         counts["the number of micro-batches"] = rows // size
-    return Configured(options, "verl's config says", "verl", unchecked, None, estimator == "gae", counts)
+    found = configured("verl", options, config, unchecked)
+    return replace(found, has_critic=estimator == "gae", counts={**found.counts, **counts})
 
 
-VERL_COUNTS = ("trainer.n_gpus_per_node", "trainer.nnodes", "actor_rollout_ref.rollout.n",
-               "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-               "actor_rollout_ref.actor.ulysses_sequence_parallel_size")  # fmt: skip
+def configured(
+    trainer: str,
+    options: Options,
+    config: Mapping[str, Any],
+    unchecked: dict[str, str],
+    dtype: str | None = None,
+) -> Configured:
+    """Return options with the counts of a trainer, whole numbers above 1 by the last part of their names."""
+    table = TABLES[trainer]
+    known = {path.rpartition(".")[2]: named(config, path) for path in table["counts"]}
+    counts = {name: value for name, value in known.items() if isinstance(value, int) and value > 1}
+    return Configured(options, table["source"], trainer, unchecked, dtype, counts=counts)
 
 
-def counted(config: Mapping[str, Any], *names: str) -> dict[str, int]:
-    """Return the options, by the last part of their names, that are whole numbers above 1."""
-    found = {}
-    for name in names:
-        value: Any = config
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if isinstance(value, int) and value > 1:
-            found[name.rpartition(".")[2]] = value
-    return found
-
-
-SLIME_COUNTS = ("n_samples_per_prompt", "context_parallel_size", "tensor_model_parallel_size", "data_parallel_size",
-                "num_steps_per_rollout", "micro_batch_size", "rollout_batch_size")  # fmt: skip
 SLIME_ESTIMATORS = ("grpo", "gspo", "cispo")
 
 
@@ -267,13 +252,7 @@ def of_slime(config: Mapping[str, Any]) -> Configured:
     estimator = str(given("advantage_estimator", "grpo"))
     if estimator not in SLIME_ESTIMATORS:
         unchecked["advantages"] = NOT_COMPUTED.format(f"advantage_estimator={estimator}")
-    for name, usual in {
-        "loss_type": "policy_loss",
-        "custom_pg_loss_function_path": None,
-        "use_opsm": False,
-    }.items():
-        if given(name, usual) not in (usual, None):
-            unchecked["loss"] = NOT_COMPUTED.format(f"{name}={given(name)}")
+    unchecked |= not_computed("slime", config)
     if estimator == "cispo":
         unchecked["loss"] = NOT_COMPUTED.format("advantage_estimator=cispo")
     rows = given("rollout_batch_size", 0) * given("n_samples_per_prompt", 1)
@@ -281,31 +260,21 @@ def of_slime(config: Mapping[str, Any]) -> Configured:
         unchecked["loss"] = MEAN_OF_UPDATES.format(updates)
     is_normalised, whitened = given("rewards_normalization", True), bool(given("normalize_advantages", False))
     options = Options(
+        **plain("slime", config),
         mean="group" if is_normalised else None,
         std="group" if is_normalised and given("grpo_std_normalization", True) else None,
-        eps=1e-6,
         teacher_coef=float(given("opd_kl_coef") or 1.0) if given("use_opd", False) else 0.0,
         **WHITENED if whitened else {},  # type: ignore[arg-type]
-        context_parallel=given("context_parallel_size", 1) or 1,
         micro_batches=max(1, rows // (given("micro_batch_size") or rows or 1)),
         old_logprobs="rollout" if given("use_rollout_logprobs", False) else "trainer",
         correction="truncated tokens" if given("use_tis", False) else None,
-        correction_cap=given("tis_clip", 2.0),
         ratio_level="sequence" if estimator == "gspo" else "token",
-        clip_low=given("eps_clip", 0.2),
-        clip_high=given("eps_clip_high"),
-        dual_clip=given("eps_clip_c"),
         aggregation="token-mean" if given("calculate_per_token_loss", False) else "seq-mean-token-mean",
-        empty_rows="counted",
         kl_coef=given("kl_loss_coef", 0.0) if given("use_kl_loss", False) else 0.0,
         kl_estimator=VERL_KL[str(given("kl_loss_type", "k1"))],
         kl_weight="ratio" if given("use_unbiased_kl", False) else None,
-        entropy_coef=given("entropy_coef", 0.0),
-        max_norm=given("clip_grad", 1.0) or inf,
     )
-    return Configured(
-        options, "slime's arguments say", "slime", unchecked, counts=counted(config, *SLIME_COUNTS)
-    )
+    return configured("slime", options, config, unchecked)
 
 
 def of_nemo_rl(config: Mapping[str, Any]) -> Configured:
@@ -314,34 +283,21 @@ def of_nemo_rl(config: Mapping[str, Any]) -> Configured:
     scaled, leaves_out = grpo.get("normalize_rewards", True), grpo.get("use_leave_one_out_baseline", True)
     if scaled and leaves_out:
         unchecked["advantages"] = NOT_COMPUTED.format("use_leave_one_out_baseline with normalize_rewards")
-    for name in (
-        "use_on_policy_kl_approximation",
-        "sequence_level_importance_ratios",
-        "truncated_importance_sampling_ratio",
-    ):
-        if loss.get(name):
-            unchecked["loss"] = NOT_COMPUTED.format(f"loss_fn.{name}")
+    unchecked |= not_computed("nemo-rl", config)
     rows = grpo.get("num_prompts_per_step", 0) * grpo.get("num_generations_per_prompt", 1)
     policy = config.get("policy") or {}
     if (updates := rows // (policy.get("train_global_batch_size") or rows or 1)) > 1:
         unchecked["loss"] = MEAN_OF_UPDATES.format(updates)
     options = Options(
+        **plain("nemo-rl", config),
         leave_one_out=leaves_out,
         std="group" if scaled else None,
-        eps=1e-6,
-        old_logprobs="trainer",
         correction="truncated tokens" if loss.get("use_importance_sampling_correction") else None,
-        clip_low=loss.get("ratio_clip_min", 0.2),
-        clip_high=loss.get("ratio_clip_max"),
-        dual_clip=loss.get("ratio_clip_c"),
         aggregation="token-mean" if loss.get("token_level_loss", True) else "seq-mean-token-mean",
-        kl_coef=loss.get("reference_policy_kl_penalty", 0.0),
         kl_estimator=VERL_KL[str(loss.get("reference_policy_kl_type", "k3"))],
-        max_norm=policy.get("max_grad_norm") or inf,
         micro_batches=max(1, rows // (policy.get("train_micro_batch_size") or rows or 1)),
     )
-    counts = counted(config, "grpo.num_generations_per_prompt", "policy.train_micro_batch_size")
-    return Configured(options, "NeMo-RL's config says", "nemo-rl", unchecked, counts=counts)
+    return configured("nemo-rl", options, config, unchecked)
 
 
 WHITENED = {"token_mean": "batch", "token_std": "batch", "token_eps": 1e-8, "token_inside_root": True}
@@ -353,14 +309,6 @@ VERL_ESTIMATORS = {
 }
 
 
-# what TRL has in no option: it computes with the defaults of Options
-NOT_OF_TRL = ("reward_bias", "reward_clip", "overlong", "truncated", "kl_reward_coef", "grouping", "mean", "leave_one_out",
-              "unbiased", "inside_root", "length", "discount", "gae_lambda", "token_mean", "token_std", "correction",
-              "kl_estimator")  # fmt: skip
-OF_VERL = ("kl_reward_coef", "kl_reward_estimator", "old_logprobs", "clip_low", "clip_high", "aggregation", "max_length",
-           "kl_coef", "kl_estimator", "norm", "max_norm")  # fmt: skip
-
-
 def taken(options: Options, *names: str) -> dict[str, Any]:
     """Return some options by name."""
     return {name: getattr(options, name) for name in names}
@@ -370,7 +318,7 @@ def as_trl(options: Options) -> Options:
     """Return what TRL computes where it is given these options as far as it has them."""
     return replace(
         options,
-        **taken(Options(), *NOT_OF_TRL),
+        **taken(Options(), *TABLES["trl"]["lacks"]),
         mask=options.mask if options.mask == "without truncated rows" else "loss mask",
         eps=1e-4,
         aggregation="token-mean" if options.aggregation == "token-sum" else options.aggregation,
@@ -392,7 +340,7 @@ def as_verl(options: Options) -> Options:
     is_token = options.ratio_level == "token"
     return replace(
         base,
-        **taken(options, *OF_VERL),
+        **taken(options, *TABLES["verl"]["takes"]),
         kl_place="rewards",
         ratio_level="token" if is_token else "sequence",
         dual_clip=options.dual_clip or 3.0 if is_token else None,

@@ -9,6 +9,7 @@ both. `areal_debug.replay.ranks` runs steps again where several remain.
 """
 
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,38 +23,23 @@ from replayer.commits.acting import ChangedFile, files_acting
 from replayer.commits.bisect import Commit, commits_between, git, has_commit
 from replayer.commits.outside import code_of
 from replayer.commits.warm import search_commits
+from replayer.compare.relations import listed
 from replayer.compare.stages import STAGES, StageDifference, prompts_of
-from replayer.diff import WEIGHTS, DiffReport, acts_from, share_a_prompt
+from replayer.diff import DiffReport, acts_from, common_steps, share_a_prompt
 from replayer.errors import SameNumbers
 from replayer.own_code import code_arguments, own_code_of
 from replayer.request import Request, is_new_option_at_default
-from replayer.why.report import UNKNOWN, Cause, Confidence, Finding, Kind, Setting, listed
+from replayer.step_weights import WEIGHTS
+from replayer.why.report import UNKNOWN, Cause, Confidence, Finding, Kind, Setting
 
 if TYPE_CHECKING:
     from replayer.commits.outside import CodeDifference
     from replayer.compare.relations import Pattern
 
-# prefixes of options that a batch depends on, and nothing after it: its equal rows refute them
-ONLY_BATCH = ("gconfig", "train_dataset", "valid_dataset", "rollout", "sglang", "vllm", "workflow")
-# what differs in a batch -> the options that can act on it; {} any option
-OF_DATA = ("seed", "train_dataset", "gconfig.n_samples", "rollout", "dynamic_bs", "total_train", "tokenizer_path",
-           "actor.path", "allocation_mode")  # fmt: skip
-OF_TOOLS = ("rollout", "workflow", "agent", "train_dataset")
-OF_REWARDS = ("reward", "workflow", "agent", "train_dataset")
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 # members of the environment that `replayer.commits.outside` compares
 OF_CODE = ("code", "libraries", "variables")
 VARIABLES_OF_KERNELS = frozenset(VARIABLES) - {"PYTHONHASHSEED"}
-# what differs in a batch -> words in the names of files and variables that compute it
-WORDS = {
-    "data": ("dataset", "loader", "rows", "prompt", "data", "batch"),
-    "rewards": ("reward", "workflow", "agent"),
-    "engine": ("embedded", "engine", "sglang", "vllm", "fleet", "generate", "live"),
-    "tools": ("tool", "agent", "workflow"),
-    "rows": ("episodes", "workflow", "agent", "batch"),
-}
-HARDWARE = ("cpu", "platform", "num_cores", "torch.gpus", "torch.gpu_driver")
-
-
 # Last parts of names of options of other trainers.
 NO_NUMBER = re.compile(
     r"(?i)log(ging)?_?(dir|steps|freq|level)?|output_?dir|save_\w+|run_?name|report_to|wandb\w*|project(_name)?|"
@@ -99,18 +85,6 @@ class Case:
         if self.first.name in ("input_ids", "logprobs", "versions"):
             return "engine"
         return "rewards" if self.first.name == "rewards" else "rows"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A possible cause. `distance` is 0 for what acts directly where the records differ."""
-
-    cause: Cause
-    distance: int
-    evidence: str
-    refuted_by: str
-    next: str
-    settings: tuple[str, ...] = ()
 
 
 def settings_of(case: Case) -> list[Setting]:
@@ -160,9 +134,9 @@ def option_acts(case: Case, item: Difference) -> tuple[bool, str]:
     acts = acts_from(option)
     if STAGES.index(acts) > STAGES.index(stage):
         return False, f"acts later, from the {acts} on"
-    if stage != "batch" and option.startswith(ONLY_BATCH):
+    if stage != "batch" and option.startswith(tuple(TABLE["only_batch"])):
         return False, "acts on the batch, which is equal"
-    names = {"data": OF_DATA, "rewards": OF_REWARDS, "tools": OF_TOOLS}.get(case.kind_of_batch or "")
+    names = TABLE["options"].get(case.kind_of_batch)
     if names is not None and not any(
         name in option if name == "reward" else option.startswith(name) for name in names
     ):
@@ -180,7 +154,7 @@ def option_of_others_acts(case: Case, name: str) -> tuple[bool, str]:
     return True, f"where this option of {case.left.header.trainer} acts is not known"
 
 
-def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
+def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Finding]:
     """Yield one candidate for the options that act, the latest first."""
     acting = [item for item in settings if item.section == "config" and item.acts]
     if not acting:
@@ -196,15 +170,16 @@ def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candi
     evidence = (
         f"{listed([item.where for item in acting])} {'act' if len(acting) > 1 else 'acts'} on the {stage}"
     )
-    yield Candidate(
+    yield Finding(
         Cause("config", what),
-        distance,
-        evidence if case.left.header.trainer is None else nearest.why,
+        "low",
+        (evidence if case.left.header.trainer is None else nearest.why,),
         f"B, run again with {nearest.where}={shown_value(nearest.left)}, still differs from A there",
         diff_command(case)
         if stage == "batch" or not has_plans
         else replay_command(case.left, case.step, overrides[0]),
-        overrides,
+        distance=distance,
+        settings=overrides,
     )
 
 
@@ -228,19 +203,14 @@ def code_of_user(record: Record) -> str:
     )
 
 
-def model_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
+def model_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Finding]:
     """Yield the model's files, if the records start from others."""
     names = list(dict.fromkeys(file_of(item.where) for item in settings if item.section == "model"))
     if names and (case.step == case.left.steps[0] or not case.weights_before):
-        of_weights = any(name.endswith(WEIGHTS) for name in names)
-        what = f"A and B started from other model files ({listed(names)})"
-        yield Candidate(
-            Cause("config" if of_weights else "data", what),
-            1 if of_weights and case.kind_of_batch == "data" else 0,
-            f"{listed(names)} of the model have other contents",
-            "B, run again from A's model files, still differs from A there",
-            f"areal-debug record show {quote(case.right.path)}",
-        )
+        is_weights = any(name.endswith(WEIGHTS) for name in names)
+        key = "model_weights" if is_weights else "model_files"
+        found = finding(key, f"areal-debug record show {quote(case.right.path)}", names=listed(names))
+        yield replace(found, distance=1 if is_weights and case.kind_of_batch == "data" else 0)
 
 
 def file_of(where: str) -> str:
@@ -248,30 +218,31 @@ def file_of(where: str) -> str:
     return where.split(".size_bytes")[0].split(".crc32c")[0]
 
 
-def environment_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Candidate]:
+def environment_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Finding]:
     """Yield one candidate of the switches that differ, then one of the hardware."""
     acting = [
         item for item in settings if item.section == "environment" and item.acts and not item.is_outside
     ]
-    is_hardware = [item.where.startswith(HARDWARE) for item in acting]
+    is_hardware = [item.where.startswith(tuple(TABLE["hardware"])) for item in acting]
     for hardware in (False, True):
         items = [item for item, is_one in zip(acting, is_hardware, strict=True) if is_one is hardware]
         if not items:
             continue
-        one = items[0]
-        what = f"{one.where} is {shown(one.left)} in A and {shown(one.right)} in B"
-        if len(items) > 1:
-            what += f" (also {listed([item.where for item in items[1:]])})"
-        yield Candidate(
-            Cause("environment", what),
-            4 if hardware else 3,
-            f"{listed([item.where for item in items])} can act on the {case.first.stage}",
-            f"B, run again where {one.where} is {shown(one.left)}, still differs from A there",
+        one, names = items[0], [item.where for item in items]
+        found = finding(
+            "machine",
             replay_command(case.right, case.step),
+            one=one.where,
+            left=shown(one.left),
+            right=shown(one.right),
+            also=f" (also {listed(names[1:])})" if len(items) > 1 else "",
+            names=listed(names),
+            stage=case.first.stage,
         )
+        yield replace(found, distance=4 if hardware else 3)
 
 
-def outside_candidates(case: Case) -> Iterator[Candidate]:
+def outside_candidates(case: Case) -> Iterator[Finding]:
     """Yield what no commit shows: uncommitted changes, scripts, patched libraries, variables."""
     for item in case.outside:
         if not outside_acts(case, item):
@@ -283,12 +254,13 @@ def outside_candidates(case: Case) -> Iterator[Candidate]:
             what = f"{item.what} differs between A and B"
         else:
             what = f"only {item.used_by} uses {item.file}"
-        yield Candidate(
+        yield Finding(
             Cause(kind, what, item.file, item.line),
-            distance_of(case, item),
-            f"{item.what} can act on the {case.first.stage}",
+            "low",
+            (f"{item.what} can act on the {case.first.stage}",),
             f"B, run again with A's {item.kind}, still differs from A there",
             diff_command(case),
+            distance=distance_of(case, item),
         )
 
 
@@ -313,67 +285,41 @@ def distance_of(case: Case, item: "CodeDifference") -> int:
         return -1
     if item.used_by != "both":
         return 3
-    words = WORDS.get(case.kind_of_batch or "", ())
+    words = TABLE["words"].get(case.kind_of_batch, ())
     if any(word in f"{item.file or ''} {item.what}".lower() for word in words):
         return 0
     return 1 if item.kind != "script" or case.first.stage == "batch" else 2
 
 
+def finding(key: str, command: str, *evidence: str, **fields: Any) -> Finding:
+    """Fill in a row of findings of the table, with further evidence."""
+    row = TABLE["findings"][key]
+    said = (row["evidence"].format(**fields),) if "evidence" in row else ()
+    cause = Cause(row["kind"], row["what"].format(**fields))
+    refuted = row["refuted_by"].format(**fields)
+    return Finding(cause, row["confidence"], (*said, *evidence), refuted, command)
+
+
 def data_finding(case: Case) -> Finding | None:
     """Judge inputs or rewards that differ though nothing was set differently."""
-    first = case.first
-
-    def judged(kind: Kind, what: str, evidence: str, refuted: str) -> Finding:
-        return Finding(Cause(kind, what), "medium", (evidence,), refuted, diff_command(case))
-
+    first, command = case.first, diff_command(case)
+    counts = {"differing": first.num_different, "total": first.num_compared}
     if first.name == "images":
-        what = f"{first.num_different} of {first.num_compared} pictures of the same rows are others"
-        evidence = f"A has {first.left or 'none'}, B {first.right or 'none'}"
-        return judged("data", what, evidence, "the data sets of A and B have equal pictures")
-    if first.name == "tool result":
-        what = "a tool outside of the run, or its data, answered the same call in another way"
-        evidence = "the messages and the tool calls before it are equal"
-        refuted = "the tool, called again with these arguments, returns the same every time"
-        return judged("environment", what, evidence, refuted)
-    if first.name == "loss_mask":
-        of = f"{first.num_different} of {first.num_compared} tokens"
-        same = "prompts and completions are equal: what makes the mask is not the same"
-        return not_known(case, f"the loss mask of {of} of the same rows differs", same)
+        return finding("pictures", command, left=first.left or "none", right=first.right or "none", **counts)
+    if first.name in ("tool result", "loss_mask"):
+        return finding("tool" if first.name == "tool result" else "mask", command, **counts)
     if case.kind_of_batch == "data":
         here, there = prompts_of(case.left.step(case.step), case.right.step(case.step))
         equal = sum(there.get(name) == prompt for name, prompt in here.items())
         if len(here) > equal > len(here) / 2:
-            what = f"{len(here) - equal} of {len(here)} rows have another prompt in B"
-            evidence = (
-                "the other prompts are equal, at the same place: the data set was changed, not its order"
-            )
-            return judged("data", what, evidence, "the data sets of A and B have equal prompts")
-        if share_a_prompt(case.left, case.right, sorted({*case.left.steps} & {*case.right.steps})):
-            what = (
-                "the order of the prompts is not determined by what is recorded: something draws it at random"
-            )
-            evidence = "B has prompts of A at other places, with the same seed, data set options and code"
-            return judged("nondeterminism", what, evidence, "a third run has the order of A or of B")
-        what, evidence = (
-            "B trains on other prompts, with the same options",
-            "no prompt of A's steps is in B's",
-        )
-        return judged("data", what, evidence, "the data sets of A and B are equal")
+            return finding("some_prompts", command, differing=len(here) - equal, total=len(here))
+        is_shared = share_a_prompt(case.left, case.right, common_steps(case.left, case.right))
+        return finding("order" if is_shared else "prompts", command)
     if first.name == "rewards":
-        same = "prompts and completions are equal"
-        refuted = "the reward function, called again with these completions, returns A's rewards every time"
         if unnamed := reward_code_unknown(case):
-            what = "the reward function, or its inputs, gave other rewards to the same completions"
-            return replace(not_known(case, what, same, unnamed), refuted_by=refuted)
-        what = "the rewards of the same completions are others in each run, with the same code: something draws them at random"
-        return judged("nondeterminism", what, same, refuted)
+            return finding("rewards_by_unknown_code", command, unnamed)
+        return finding("rewards", command)
     return None
-
-
-def not_known(case: Case, what: str, *evidence: str) -> Finding:
-    """Return what differs, of which nothing says why."""
-    found = unknown_finding(case, *evidence)
-    return replace(found, cause=replace(found.cause, what=what), next=diff_command(case))
 
 
 def reward_code_unknown(case: Case) -> str:
@@ -395,13 +341,6 @@ def shown(value: Any) -> str:
 
 def shown_value(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def finding_of(candidate: Candidate, confidence: Confidence, *evidence: str) -> Finding:
-    """Return a candidate as the answer."""
-    return Finding(
-        candidate.cause, confidence, (candidate.evidence, *evidence), candidate.refuted_by, candidate.next
-    )
 
 
 def unknown_finding(case: Case, *evidence: str) -> Finding:
@@ -491,7 +430,7 @@ def acting_on(case: Case, repository: Path, older: str, newer: str) -> list[Chan
 
 def nearness(case: Case, file: ChangedFile) -> tuple[bool, int]:
     """Return the sort key of a file: whether its path does not name what differs, its distance."""
-    words = WORDS.get(case.kind_of_batch or "", ())
+    words = TABLE["words"].get(case.kind_of_batch, ())
     return bool(words) and not any(word in file.path for word in words), file.distance
 
 

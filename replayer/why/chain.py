@@ -5,15 +5,15 @@ comparable? ─> first step, stage, tensor, row, token ─> pattern ─> what wa
    ─> equal weights and prompts, other tokens: which engine     ─> verdict
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
 from recorder import Record
-from replayer.commits.first_step import first_true
 from replayer.commits.outside import code_differences, unknown_code
 from replayer.compare.patterns import causal_tensor, find_pattern, same_weights
 from replayer.compare.stages import STAGES
-from replayer.diff import DiffReport, diff_records
+from replayer.diff import DiffReport, common_steps, diff_records
 from replayer.errors import ReplayError
 from replayer.own_code import NAMES, compare_own_code
 from replayer.why.causes import (
@@ -22,7 +22,6 @@ from replayer.why.causes import (
     commits_of,
     config_candidates,
     environment_candidates,
-    finding_of,
     model_candidates,
     outside_candidates,
     read_history,
@@ -114,12 +113,13 @@ def first_weights(left: Record, right: Record, report: DiffReport) -> tuple[int 
     """
     assert report.step is not None
     assert report.first is not None
-    steps = [step for step in sorted(set(left.steps) & set(right.steps)) if step >= report.step]
+    steps = [step for step in common_steps(left, right) if step >= report.step]
     equal = {step: same_weights(left.step(step), right.step(step)) for step in (steps[0], steps[-1])}
     if None in equal.values() or equal[steps[-1]]:
         return None, None
-    index = first_true(len(steps) - 1, lambda i: not same_weights(left.step(steps[i]), right.step(steps[i])))
-    found = steps[index]
+    found = steps[
+        bisect_left(steps[:-1], True, key=lambda step: not same_weights(left.step(step), right.step(step)))
+    ]
     if found == report.step:
         return found, None
     later = diff_records(left, right, found, fast=report.by_checksums)
@@ -167,7 +167,7 @@ def find_cause(case: Case, settings: Sequence[Setting], options: Options) -> Fin
     around.sort(key=lambda candidate: candidate.distance)
     if not config and around and around[0].distance < 0:  # the user's own code
         alone = len(around) == 1 and len(set(commits_of(case))) == 1
-        return finding_of(around[0], "high" if alone else "medium")
+        return around[0].sure("high" if alone else "medium")
     history = read_history(case, options.repository, commits_of(case))
     notes: tuple[str, ...] = (history,) if isinstance(history, str) else ()
     without_replay = replace(options, replay=None)
@@ -182,14 +182,14 @@ def find_cause(case: Case, settings: Sequence[Setting], options: Options) -> Fin
         found = option_finding(case, config[0], others, options if can_replay else without_replay)
         if found is not None:
             return found.with_evidence(*notes)
-        notes += (f"{config[0].evidence}, but A replayed with it is as before",)
+        notes += (f"{config[0].evidence[0]}, but A replayed with it is as before",)
     if code is not None:
         found = code_finding(case, code, bool(around), options if can_replay else without_replay)
         if found is not None:
             return with_engine(case, found, options).with_evidence(*notes)
         notes += ("A has the same numbers by the code of both commits",)
     if around:
-        return finding_of(around[0], "high" if len(around) == 1 and not notes else "medium", *notes)
+        return around[0].sure("high" if len(around) == 1 and not notes else "medium", *notes)
     if isinstance(history, History) and code is None and can_replay:
         # what a stage runs is read from its code, which may call what cannot be read
         found = code_finding(case, history, False, options)
@@ -230,7 +230,7 @@ def report_of(
 ) -> WhyReport:
     """Collect the answer."""
     report, pattern = case.report, case.pattern
-    last = max(set(case.left.steps) & set(case.right.steps))
+    last = common_steps(case.left, case.right)[-1]
     ends_equal = same_weights(case.left.step(last), case.right.step(last))
     return WhyReport(
         left=case.left.path,

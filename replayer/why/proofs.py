@@ -18,14 +18,13 @@ from replayer.diff import INPUTS, judge_size
 from replayer.errors import NothingToBisect, ReplayError
 from replayer.own_code import is_allowed
 from replayer.why.causes import (
-    Candidate,
     Case,
     History,
     Note,
     bisected,
     data_finding,
     diff_command,
-    finding_of,
+    finding,
     replay_command,
     static_finding,
     unknown_finding,
@@ -75,7 +74,7 @@ def is_replayable(case: Case) -> bool:
     return case.first.stage != "batch" and known and header.recording.has_plans
 
 
-def option_finding(case: Case, candidate: Candidate, others: int, options: Options) -> Finding | None:
+def option_finding(case: Case, candidate: Finding, others: int, options: Options) -> Finding | None:
     """Judge options, or model files, that were set differently; None if a replay refutes them.
 
     Args:
@@ -88,23 +87,23 @@ def option_finding(case: Case, candidate: Candidate, others: int, options: Optio
         confidence: Confidence = "high" if alone else "medium" if is_likely else "low"
         if case.left.header.trainer is not None and candidate.settings:  # where they act is not known
             confidence = "medium" if alone else "low"
-        return finding_of(candidate, confidence)
+        return candidate.sure(confidence)
     options.note(f"replaying step {case.step} of A with {' '.join(candidate.settings)}")
     changed = run(case.left, case.step, candidate.settings)
     if changed is None:
-        return finding_of(candidate, "medium", "A could not be replayed here with B's options")
+        return candidate.sure("medium", "A could not be replayed here with B's options")
     if not is_before(first_of(changed, case.right, case.step), case.first):
         proof = (
             f"A, replayed here with B's options, has B's bits at the {case.first.stage} of step {case.step}"
         )
-        return finding_of(isolated(case, candidate, run, options.note), "high", proof)
+        return isolated(case, candidate, run, options.note).sure("high", proof)
     plain = run(case.left, case.step)
     if plain is not None and not is_before(first_of(plain, changed, case.step), case.first):
         return None
-    return finding_of(candidate, "medium", "A, replayed here with B's options, has neither A's nor B's bits")
+    return candidate.sure("medium", "A, replayed here with B's options, has neither A's nor B's bits")
 
 
-def isolated(case: Case, candidate: Candidate, run: Callable[..., Record | None], note: Note) -> Candidate:
+def isolated(case: Case, candidate: Finding, run: Callable[..., Record | None], note: Note) -> Finding:
     if len(candidate.settings) == 1:
         return candidate
     for setting in candidate.settings[:3]:
@@ -192,18 +191,14 @@ def consistency_command(record: Record, step: int) -> str:
 def by_chance(case: Case, evidence: tuple[str, ...]) -> Finding:
     """Judge tokens that differ though neither engine is at fault."""
     header = case.left.header
-    refuted = "two more runs have equal tokens"
     if header.trainer is not None:
-        what = "sampling draws other tokens in every run, or its seed, weights or code, which are not recorded, differ"
-        return Finding(Cause("nondeterminism", what), "low", evidence, refuted, diff_command(case))
+        return finding("sampling_of_others", diff_command(case), *evidence)
     command = consistency_command(case.left, case.step)
     rollout = header.config["rollout"] if isinstance(header.config.get("rollout"), dict) else {}
     if rollout.get("max_head_offpolicyness"):
-        what = "rollouts are asynchronous: which weights sampled a token depends on the time"
-        return Finding(Cause("nondeterminism", what), "medium", evidence, refuted, command)
+        return finding("asynchronous", command, *evidence)
     if not str(header.allocation).startswith("embedded"):
-        what = "the inference server draws other tokens in every run: nothing recorded determines them"
-        return Finding(Cause("nondeterminism", what), "medium", evidence, refuted, command)
+        return finding("server", command, *evidence)
     return unknown_finding(case, INPUTS.get(case.first.name, "the batch differs"), *evidence)
 
 
@@ -229,14 +224,8 @@ def repeated(case: Case, options: Options) -> Finding:
         return by_size(case).with_evidence("A could not be replayed here")
     between = first_of(replays[0], replays[1], case.step)
     if between is not None:
-        what = f"the {between.stage} is not deterministic: two replays of A here differ in {between.name}"
-        return Finding(
-            Cause("nondeterminism", what),
-            "high",
-            ("two replays of A, one after the other, have other bits",),
-            "two further replays of A have equal bits",
-            replay_command(case.left, case.step),
-        )
+        command = replay_command(case.left, case.step)
+        return finding("not_deterministic", command, stage=between.stage, name=between.name)
     sides = [
         name
         for name, record in (("A", case.left), ("B", case.right))
@@ -251,10 +240,7 @@ def by_size(case: Case) -> Finding:
     verdict = judge_size(case.first, case.left.header.config)
     if verdict.cause != "kernel noise" or not is_rounding(case.first, case):
         return unknown_finding(case, verdict.why)
-    what = "a computation rounds otherwise in every run: the same settings gave other bits"
-    command = replay_command(case.left, case.step)
-    refuted = "areal-debug check run finds that two runs of a step have the same bits on this machine"
-    return Finding(Cause("nondeterminism", what), "medium", (verdict.why,), refuted, command)
+    return finding("rounding", replay_command(case.left, case.step), verdict.why)
 
 
 def is_rounding(first: StageDifference, case: Case) -> bool:

@@ -1,6 +1,5 @@
 """The answer of `why`: a verdict, a place, a cause, and what holds them up."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -33,7 +32,8 @@ UNKNOWN = Cause("unknown", "nothing that the records hold explains it")
 class Finding:
     """A cause with its evidence: sentences, what would refute it, and the next command.
 
-    `layer` is the first module with another output, if the two runs were traced.
+    `layer` is the first module with another output, if the two runs were traced. `distance` is 0 for
+    what acts directly where the records differ, `settings` the options of B that a replay can take.
     """
 
     cause: Cause
@@ -42,6 +42,12 @@ class Finding:
     refuted_by: str
     next: str
     layer: str | None = None
+    distance: int = 0
+    settings: tuple[str, ...] = ()
+
+    def sure(self, confidence: Confidence, *sentences: str) -> "Finding":
+        """Return a possible cause as the answer, with further evidence."""
+        return replace(self, confidence=confidence).with_evidence(*sentences)
 
     def with_evidence(self, *sentences: str) -> "Finding":
         """Return the finding with further evidence."""
@@ -171,9 +177,3 @@ def place_of(step: int | None, first: StageDifference) -> str:
     elif first.minibatch is not None:
         words.append(f"in minibatch {first.minibatch}")
     return f"{' '.join(words)} differs first, in step {step}, stage {first.stage}"
-
-
-def listed(names: Sequence[str], limit: int = 3) -> str:
-    """Join names with commas; of many, `limit` and a count of the rest."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

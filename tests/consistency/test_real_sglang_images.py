@@ -10,11 +10,11 @@ from click.testing import CliRunner
 
 from areal_core.data.images import data_url
 from areal_core.data.processor import load_processor
+from areal_core.rollout.types import Sampling
 from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_debug.verbs.consistency import command
 from consistency.case import Request
 from consistency.check import check
-from consistency.engines import SamplingParams
 from consistency.live import Prompt, make_rescorer, query_engines, sampled_of, vocabulary_of
 from consistency.score import load_scorer
 from consistency.transforms import select_rows
@@ -22,7 +22,7 @@ from consistency.transforms import select_rows
 from .test_planted_images import picture as planted_picture
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]
-PARAMS = SamplingParams(max_new_tokens=24)
+PARAMS = Sampling(max_new_tokens=24)
 
 
 def picture(seed: int) -> bytes:

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from areal_core.rollout.types import Sampling
 from consistency.engines import (
     VLLM,
     EngineIdentity,
     OpenAI,
     Pictures,
     Reply,
-    SamplingParams,
     parse_sglang_identity,
     with_pictures,
 )
@@ -19,7 +19,7 @@ from consistency.replies import find_contradictions
 
 from ..recorder.pictured import png
 
-PARAMS = SamplingParams(max_new_tokens=4)
+PARAMS = Sampling(max_new_tokens=4)
 PROMPTS = [(5, 6, 7), (8, 9)]
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replayer.commits.bisect import Numbers, bisect, changes, find_commit, parse_numbers
+from replayer.commits.bisect import bisect, changes, find_commit, first_difference, parse_numbers
 from replayer.commits.warm import checkout
 from tests.command_line import git
 
@@ -68,7 +68,7 @@ def replay_in(repository, requested, broken=()):
             loss = (place / "loss.txt").read_text()
         requested.append((number, last))
         same = {step: {"loss": "1"} for step in range(last + 1)}
-        return None if number in broken else Numbers(same if loss == "1" else same | {last: {"loss": loss}})
+        return None if number in broken else same if loss == "1" else same | {last: {"loss": loss}}
 
     return replay
 
@@ -168,7 +168,7 @@ def test_numbers_are_those_of_the_record_not_statistics_that_code_has_added():
     added = difference | {"where": "new", "recorded": None}
     report = {"steps": [{"step": 4, "differences": [difference, added]}]}
     numbers = parse_numbers(json.loads(json.dumps(report)))
-    assert numbers == Numbers({4: {"stat x (rank 0)": "b"}})
-    assert numbers.first_difference(Numbers({4: {}})) == 4
-    assert numbers.first_difference(numbers) is None
+    assert numbers == {4: {"stat x (rank 0)": "b"}}
+    assert first_difference(numbers, {4: {}}) == 4
+    assert first_difference(numbers, numbers) is None
     assert changes({"x": 1}, {"y": 2})[1].bad == 2
