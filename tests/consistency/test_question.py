@@ -204,7 +204,7 @@ def test_prompts_of_other_tokens_are_a_question_of_the_tokenizer(healthy, tmp_pa
 
     class Step:
         def __init__(self, step):
-            self.manifest, self.recorded = step.manifest, step
+            self.manifest, self.recorded, self.known = step.manifest, step, step.known
 
         def batch(self, rank, keys=None):
             arrays = {name: array.copy() for name, array in self.recorded.batch(rank, keys).items()}
