@@ -15,6 +15,7 @@ import select
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,17 +81,23 @@ def note_ends(ends: dict[int, float]) -> None:
     while True:
         for pid in {int(pid) for pid in children.read_text().split()} - watched:
             watched.add(pid)
-            descriptor = os.pidfd_open(pid)
-            descriptors[descriptor] = pid
-            running.register(descriptor, select.POLLIN)
-        for descriptor, _ in running.poll(POLL_S * 1000):
-            ends[descriptors.pop(descriptor)] = time.time()
+            with suppress(ProcessLookupError):  # it has just ended
+                descriptor = os.pidfd_open(pid)
+                descriptors[descriptor] = pid
+                running.register(descriptor, select.POLLIN)
+        ended, now = running.poll(POLL_S * 1000), time.time()
+        for descriptor, _ in ended:
+            ends[descriptors.pop(descriptor)] = now
             running.unregister(descriptor)
             os.close(descriptor)
 
 
 def first_failure(error: "ChildFailedError", ends: dict[int, float]) -> Failure:
-    rank, first = min(error.failures.items(), key=lambda item: ends.get(item[1].pid, float("inf")))
+    """Return the earliest failure; of equal times the one that torchrun saw first.
+
+    A rank whose end was not noted had ended before it was looked at, so before all others.
+    """
+    rank, first = min(error.failures.items(), key=lambda item: ends.get(item[1].pid, 0.0))
     code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # negative: a signal
     return Failure(ends.get(first.pid, time.time()), rank, code)
 

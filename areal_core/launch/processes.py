@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -66,7 +67,9 @@ def start(
         stderr=subprocess.STDOUT,
         start_new_session=new_session,
         pass_fds=pass_fds,
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        preexec_fn=partial(_LIBC.prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+        if sys.platform == "linux"
+        else None,
         cwd=cwd,
     )
     child.mark = mark
@@ -76,10 +79,6 @@ def start(
 def marked_environment(env: Mapping[str, str], mark: str) -> dict[str, str]:
     marks = os.environ[MARKS] + ":" + mark if MARKS in os.environ else mark
     return {**os.environ, **env, MARKS: marks}
-
-
-def _end_with_parent() -> None:
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def end_tree(process: Child, grace_s: float = 10.0) -> None:

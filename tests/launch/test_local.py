@@ -9,6 +9,7 @@ import textwrap
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from areal_core.environment import DETERMINISTIC as DETERMINISM
 from areal_core.errors import ServerFailed
 from areal_core.launch import local, torchrun
 from areal_core.launch.job import Job
+from areal_core.launch.node import first_failure
 from areal_core.launch.processes import end_tree, start
 from areal_core.launch.sglang_process import SGLangServer, cpu_environment, option_args, server_args
 
@@ -139,6 +141,14 @@ def test_the_rank_that_failed_first_is_shown_and_what_others_have_started_is_end
     assert printed.endswith("    ValueError: no such weights\n")
     [away] = tmp_path.glob("*.pid")
     assert not is_running(int(away.stem))
+
+
+def test_a_rank_whose_end_was_not_noted_had_failed_before_the_others():
+    ranks = {0: SimpleNamespace(pid=10, exitcode=-15), 1: SimpleNamespace(pid=11, exitcode=3)}
+    failures = SimpleNamespace(failures=ranks)
+    assert first_failure(failures, {10: 5.0}).rank == 1
+    assert first_failure(failures, {10: 5.0, 11: 4.9}).exit_code == 3
+    assert first_failure(failures, {10: 5.0, 11: 5.1}).exit_code == 143
 
 
 def test_servers_and_ranks_that_share_devices_are_started_together(

@@ -106,7 +106,9 @@ def take_snapshot(
     for name, engine in engines.items():
         engine.wake()
         _reshard(engine)
-        optimizer = _optimizer_state(engine) if with_optimizer and _has_optimizer_state(engine) else {}
+        # torch gives states to an optimizer without any by a step of length 0, which counts as a step
+        has_state = engine.optimizer is not None and len(engine.optimizer.state) > 0
+        optimizer = _optimizer_state(engine) if with_optimizer and has_state else {}
         schedule = engine.schedule.state_dict() if engine.schedule else None
         saved[name] = SavedEngine(name, bool(optimizer), schedule)
         weights = {} if name in without_weights else _weights(engine)
@@ -332,9 +334,3 @@ def _tensors_of(optimizer_state: dict[str, Any]) -> dict[str, Tensor]:
     return {
         "optimizer." + name: value for name, value in optimizer_state.items() if isinstance(value, Tensor)
     }
-
-
-def _has_optimizer_state(engine: FSDPEngine) -> bool:
-    # torch initialises the states of an optimizer that has none by a step of length 0, which
-    # increments the step.
-    return engine.optimizer is not None and len(engine.optimizer.state) > 0
