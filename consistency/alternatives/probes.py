@@ -231,11 +231,10 @@ def cut_prompts(scorer: Scorer, rows: Sequences, temperature: float) -> list[Pre
     """Score with prompts that are cut to a number of tokens, where only longer prompts are bad (R16)."""
     now, row = score_logprobs(scorer, rows, temperature=temperature), rows.row_of_token[rows.scored]
     means = row_means(rows.engine_logprobs[rows.scored], now, row)
-    lengths = np.array([int(np.argmax(rows.sampled[rows.row(one)])) for one in range(rows.num_rows)])
     bad = np.flatnonzero(means > max(LEAST_TO_WEIGH, EXPLAINED * means.max()))
-    if not len(bad) or rows.images is not None:
+    shortest = int(prompt_lengths(rows)[bad].min()) if len(bad) else 0
+    if shortest < 2 or rows.images is not None:
         return []
-    shortest = int(lengths[bad].min())
     near = range(max(shortest - MOST_CUTS, 1), shortest)
     worst = select_rows(rows, bad[np.argsort(-means[bad], kind="stable")][:ROWS_TO_TRY])
     engine = worst.engine_logprobs[worst.scored]
@@ -245,23 +244,24 @@ def cut_prompts(scorer: Scorer, rows: Sequences, temperature: float) -> list[Pre
         predicted = score_logprobs(scorer, changed, temperature=temperature)
         return float(bounded(engine - predicted).mean())
 
-    tried = [
-        (count, side) for count in {*near, *COMMON_CUTS} if count < shortest for side in ("last", "first")
-    ]
-    count, side = min(sorted(tried), key=miss)
+    counts = sorted(one for one in {*near, *COMMON_CUTS} if one < shortest)
+    count, side = min(((one, side) for one in counts for side in ("first", "last")), key=miss)
     changed = with_repeats(rows, prompts_kept(rows, count, side))
     name = f"prompts cut to their {side} {count} tokens"
     return [Prediction("R16.cut", name, 0.0, score_logprobs(scorer, changed, temperature=temperature))]
 
 
+def prompt_lengths(rows: Sequences) -> Ints:
+    """Count the tokens of each row before the first sampled one, int64 [rows]."""
+    return np.array([np.argmax(rows.sampled[rows.row(one)]) for one in range(rows.num_rows)])
+
+
 def prompts_kept(rows: Sequences, count: int, side: str) -> Ints:
     """Return 0 for tokens of prompts that are cut off, 1 for all others; int64 [tokens]."""
-    repeats = np.ones(len(rows.input_ids), np.int64)
-    for one in range(rows.num_rows):
-        kept = repeats[rows.row(one)]
-        length = int(np.argmax(rows.sampled[rows.row(one)]))
-        kept[slice(0, max(length - count, 0)) if side == "last" else slice(min(count, length), length)] = 0
-    return repeats
+    row = rows.row_of_token
+    place, length = np.arange(len(row)) - rows.cu_seqlens[row], prompt_lengths(rows)[row]
+    is_cut = place < length - count if side == "last" else (place >= count) & (place < length)
+    return np.where(is_cut, 0, 1)
 
 
 def after_prefix(inputs: ProbeInputs, other: Scorer, row: int, places: Ints, length: int) -> Floats:

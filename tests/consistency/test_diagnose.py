@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from consistency import transforms
+from consistency.alternatives.probes import cut_prompts
 from consistency.checks import recognise
 from consistency.diagnose import Diagnosis, diagnose
 from consistency.score import score, scorer_of
 from consistency.tensors import evidence
 from consistency.transforms import replay, select_rows
 
-from .faults import CLEAN, FAULTS, Given, World, make_world, stitched, variant, with_transforms
+from .faults import CLEAN, FAULTS, Given, World, make_world, moved, stitched, variant, with_transforms
 from .models import peaked_model
 
 FIRST = {cause: name for name, (cause, _) in reversed(FAULTS.items())}
@@ -65,6 +66,12 @@ def test_planted_fault_is_the_first_cause(name):
     assert found.verdict == ("healthy" if cause == "R57" else "mismatch")
     assert found.causes[0].confidence > 0.5
     assert all(text for text in (found.causes[0].evidence, found.causes[0].refute, found.causes[0].fix))
+
+
+def test_a_prompt_of_one_token_is_not_cut():
+    one = dataclasses.replace(world(), prompts=world().prompts[:, :1])
+    rows = one.sample(moved(one.trainer, 0))
+    assert cut_prompts(one.trainer, rows, 1.0) == []
 
 
 @pytest.mark.long
