@@ -165,7 +165,7 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
     predictions = predict(sample, tried, [family.grid for family in tried])
     for _ in range(ZOOMS):
         predictions += predict(sample, tried, [finer_grid(f, predictions, engine, base, row) for f in tried])
-    absent = absent_tokens(scorer, sequences, sample, temperature)
+    absent = absent_tokens(scorer, sample, temperature)
     if absent:
         name = f"{len(absent)} forbidden tokens ({', '.join(map(str, absent[:MOST_NAMED]))})"
         without = evaluate(scorer, sequences, sample, temperature, [lambda rows: forbidden(rows, absent)])[0]
@@ -177,13 +177,13 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
     return Replays(sample.rows, sample.places, engine, base, tuple(predictions))
 
 
-def absent_tokens(scorer: Scorer, sequences: Sequences, sample: LogitSample, temperature: float) -> list[int]:
+def absent_tokens(scorer: Scorer, sample: LogitSample, temperature: float) -> list[int]:
     """Return the ids that never occur in the sample and should have, by their total probability."""
-    size, expected = scorer.head.rows_at_a_time(scorer.device), torch.zeros(())
-    for begin in range(0, len(sample.places), size):
-        rows = logit_rows(scorer, sequences, sample, temperature, slice(begin, begin + size))
-        expected = expected + torch.softmax(rows.scaled, 1).sum(0).cpu()
-    expected[sample.labels.cpu()] = 0.0
+    expected = torch.zeros(scorer.head.vocabulary_size, device=scorer.device)
+    for hidden in sample.hidden.split(scorer.head.rows_at_a_time(scorer.device)):
+        logits = scorer.head.cap(scorer.head.uncapped(hidden))
+        expected += torch.softmax(logits / temperature, 1).sum(0)
+    expected[sample.labels] = 0.0
     ids = torch.nonzero(expected > LEAST_EXPECTED)[:, 0]
     return [int(one) for one in ids[expected[ids].argsort(descending=True)]]
 

@@ -460,9 +460,9 @@ def expert_variants(model: Any) -> Iterator[Variant]:
     for by in (1, -1):
         values = [(router, partial(torch.roll, shifts=by, dims=0)) for router in routers]
         yield Variant("R25.variant", f"experts moved by {by:+d}", list(values))
+    outputs = [p for name, p in model.named_parameters() if p.dim() == 3 and name.endswith("down_proj")]
     for rank, count in ((rank, shards) for shards in SHARDS for rank in range(shards)):
-        every = [p for name, p in model.named_parameters() if p.dim() == 3 and name.endswith("down_proj")]
-        values = [(p, partial(without_shard, rank, count)) for p in every if len(p) % count == 0]
+        values = [(p, partial(without_shard, rank, count)) for p in outputs if len(p) % count == 0]
         name = f"shard {rank} of {count} of the experts without an output"
         yield Variant("R25.variant", name, list(values))
     names = ("shared_expert", "shared_experts")
