@@ -93,13 +93,13 @@ def note_ends(ends: dict[int, float]) -> None:
 
 
 def first_failure(error: "ChildFailedError", ends: dict[int, float]) -> Failure:
-    """Return the earliest failure; of equal times the one that torchrun saw first.
-
-    A rank whose end was not noted had ended before it was looked at, so before all others.
-    """
-    rank, first = min(error.failures.items(), key=lambda item: ends.get(item[1].pid, 0.0))
+    """Return the earliest failure. An end that was not noted counts as that seen before it by torchrun."""
+    times, seen = {}, 0.0
+    for rank, one in error.failures.items():  # in the order in which torchrun saw them
+        times[rank] = seen = ends.get(one.pid, seen)
+    rank, first = min(error.failures.items(), key=lambda item: times[item[0]])
     code = first.exitcode if first.exitcode > 0 else 128 - first.exitcode  # negative: a signal
-    return Failure(ends.get(first.pid, time.time()), rank, code)
+    return Failure(ends.get(first.pid, first.timestamp), rank, code)
 
 
 def describe(failure: Failure, logs: Path, local_rank: int) -> str:

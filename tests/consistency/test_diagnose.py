@@ -70,8 +70,7 @@ def test_planted_fault_is_the_first_cause(name):
 
 def test_a_prompt_of_one_token_is_not_cut():
     one = dataclasses.replace(world(), prompts=world().prompts[:, :1])
-    rows = one.sample(moved(one.trainer, 0))
-    assert cut_prompts(one.trainer, rows, 1.0) == []
+    assert cut_prompts(one.trainer, one.sample(moved(one.trainer, 0)), 1.0) == []
 
 
 @pytest.mark.long

@@ -143,12 +143,14 @@ def test_the_rank_that_failed_first_is_shown_and_what_others_have_started_is_end
     assert not is_running(int(away.stem))
 
 
-def test_a_rank_whose_end_was_not_noted_had_failed_before_the_others():
-    ranks = {0: SimpleNamespace(pid=10, exitcode=-15), 1: SimpleNamespace(pid=11, exitcode=3)}
-    failures = SimpleNamespace(failures=ranks)
-    assert first_failure(failures, {10: 5.0}).rank == 1
-    assert first_failure(failures, {10: 5.0, 11: 4.9}).exit_code == 3
-    assert first_failure(failures, {10: 5.0, 11: 5.1}).exit_code == 143
+@pytest.mark.parametrize(
+    ("ends", "rank", "time_s"),
+    [({10: 5.0}, 1, 4), ({11: 4.9}, 1, 4.9), ({10: 5.0, 11: 4.9}, 1, 4.9), ({10: 5.0, 11: 5.1}, 0, 5.0)],
+)
+def test_the_first_rank_that_failed_is_known_where_an_end_was_not_noted(ends, rank, time_s):
+    late, early = (SimpleNamespace(pid=10 + n, exitcode=c, timestamp=5 - n) for n, c in enumerate((-15, 3)))
+    found = first_failure(SimpleNamespace(failures={1: early, 0: late}), ends)
+    assert (found.rank, found.time_s, found.exit_code) == (rank, time_s, 3 if rank else 143)
 
 
 def test_servers_and_ranks_that_share_devices_are_started_together(
