@@ -27,6 +27,7 @@ from recorder.reader import Damage
 
 OF_PREFERENCES = ("preference_accuracy", "chosen_reward", "rejected_reward")
 OF_REWARDS = ("reference_kl", "approx_kl", "clip_ratio", "zero_variance_groups", "length", "reward")
+OF_ANY_RECORD = "record/length"  # counted from rows, also from supervised ones
 OF_PAIRS = re.compile(r"(?i)chosen|reject|margin|accuracies|prefer|pair|\bdist\b|^(?:dpo|rw)/")
 OF_TEACHER = re.compile(r"(?i)(?<![a-z])(?:teacher|distill)")
 COUNTS = {"id", "epoch", "timestamp"}  # beside the step: of the logger, and no metrics
@@ -73,10 +74,10 @@ class Run:
     @property
     def kind(self) -> str:
         """By what is logged: "learning" (by reward), "supervised" or "preferences" (pairs)."""
-        if any(name in self.series for name in OF_PREFERENCES):
+        named = {quantity for quantity, series in self.series.items() if series.name != OF_ANY_RECORD}
+        if not named.isdisjoint(OF_PREFERENCES):
             return "preferences"
-        is_supervised = "loss" in self.series and not any(name in self.series for name in OF_REWARDS)
-        return "supervised" if is_supervised else "learning"
+        return "supervised" if "loss" in named and named.isdisjoint(OF_REWARDS) else "learning"
 
     def finite(self, quantity: str) -> Series:
         """Return a quantity without NaN and infinities; an empty series if it is not logged."""

@@ -159,7 +159,7 @@ def of_trl(config: Mapping[str, Any]) -> Configured:
     """Read TRL's GRPOConfig as plain JSON; a member that is absent has TRL's default."""
     given = config.get
     unchecked = {}
-    kind = given("loss_type", "dapo")
+    kind = str(given("loss_type", "dapo"))  # of DPO a list
     if kind not in TRL_AGGREGATIONS:
         unchecked["loss"] = NOT_COMPUTED.format(f"loss_type={kind}")
     unchecked |= not_computed("trl", config)

@@ -84,6 +84,7 @@ class TrainedStep:
         functions: names of the reward functions.
         has_old_logps: TRL computed the old log-probs in a pass of their own.
         has_images: prompts or completions have images.
+        losses: what each micro-batch adds to the loss of its optimizer step.
         rng: states of generators by where they were seen.
         weights_before: checksums before the first step of a run.
     """
@@ -96,6 +97,7 @@ class TrainedStep:
     has_images: bool = False
     rng: dict[str, dict[str, str]] = field(default_factory=dict)
     work: list[LossCall | Update] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
     stats: dict[str, float] = field(default_factory=dict)
     weights_before: dict[str, str] | None = None
     is_complete: bool = False
@@ -158,7 +160,11 @@ class Observer(TrainerCallback):
     def observing(self) -> Iterator[None]:
         """Replace the trainer's methods, and add this callback, until the end of the block."""
         trainer = self.trainer
-        methods = {"compute_loss": self.compute_loss, "_get_grad_norm": self.get_grad_norm}
+        methods = {
+            "compute_loss": self.compute_loss,
+            "training_step": self.training_step,
+            "_get_grad_norm": self.get_grad_norm,
+        }
         if self.generates:
             methods |= {
                 "_generate": self.generate,
@@ -234,6 +240,13 @@ class Observer(TrainerCallback):
         self.watcher.left()
         return result
 
+    def training_step(self, *args: Any, **options: Any) -> Any:
+        """Keep what a micro-batch adds to the loss: of some trainers, compute_loss gives the mean of it alone."""
+        loss = self.original["training_step"](*args, **options)
+        if self.current is not None:
+            self.current.losses.append(loss.detach())
+        return loss
+
     def get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = self.original["_get_grad_norm"](model, grad_norm=grad_norm)
         self.grad_norm = float("nan") if norm is None else float(norm)
@@ -300,12 +313,10 @@ class Observer(TrainerCallback):
     # events of Transformers' trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        losses = self.trainer.num_iterations * args.steps_per_generation if self.generates else 0
-        number = (
-            -(-state.global_step * args.gradient_accumulation_steps // losses)
-            if losses
-            else state.global_step
-        )
+        number = state.global_step
+        if self.generates:
+            losses = self.trainer.num_iterations * args.steps_per_generation
+            number = -(-number * args.gradient_accumulation_steps // losses)
         self.next_step = self.watcher.begin(state.global_step, number)
         self.weights_before = self.checksums()
 

@@ -58,12 +58,8 @@ class OneStep(Replaying):
         """Take the numbers of the step and end; compare a replayed one with the record."""
         if self.before:
             first = next(at for at, item in enumerate(step.work) if isinstance(item, Update))
-            loss = torch.stack([item.loss for item in step.work[:first]]).sum()  # type: ignore[union-attr, misc]
-            norm = step.work[first].grad_norm  # type: ignore[union-attr]
-            self.numbers = {
-                "loss": float(self.trainer.accelerator.gather(loss[None]).mean()),
-                "grad_norm": norm,
-            }
+            loss = self.trainer.accelerator.gather(torch.stack(step.losses[:first]).sum()[None]).mean()
+            self.numbers = {"loss": float(loss), "grad_norm": step.updates[0].grad_norm}
         if not self.is_alone:
             super().finished(step)
         if self.before:

@@ -11,7 +11,6 @@ from recorder.format import RECORD_FILE
 from recorder.trainers.recorder import Recorder
 from replayer.trl.observing import (
     Generators,
-    LossCall,
     Observer,
     TrainedStep,
     Watcher,
@@ -104,12 +103,10 @@ class Recording(Watcher):
     def finished(self, step: TrainedStep) -> None:
         """Write a step."""
         assert self.recorder is not None
-        losses = [
-            float(item.loss) for item in step.work if isinstance(item, LossCall) and item.loss is not None
-        ]
         exact = {}  # unrounded
         if step.updates:
-            exact = {"loss": sum(losses) / len(step.updates), "grad_norm": step.updates[-1].grad_norm}
+            loss = sum(map(float, step.losses)) / len(step.updates)
+            exact = {"loss": loss, "grad_norm": step.updates[-1].grad_norm}
         self.recorder.step(
             step.number,
             step.samples,

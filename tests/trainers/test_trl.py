@@ -119,17 +119,13 @@ def test_record_has_the_values_of_trl(runs, default):
             )
         logged = trainer.state.log_history[number]
         stats = step.outcome(0).stats
-        assert (
-            np.mean([sample.finish_reason == 1 for sample in samples]) == stats["completions/clipped_ratio"]
-        )
+        clipped = np.mean([sample.finish_reason == 1 for sample in samples])
+        assert clipped == stats["completions/clipped_ratio"]
         assert stats["grad_norm"] == pytest.approx(float(logged["grad_norm"]), rel=1e-5)
         assert stats["reward"] == pytest.approx(rewards.mean(), rel=1e-5)
-        text = step.text(0)
-        assert [line["prompt"] for line in text] == prompts
-    weights = {
-        name: f"{crc32c(parameter.detach().numpy().tobytes()):08x}"
-        for name, parameter in trainer.model.named_parameters()
-    }
+        assert [line["prompt"] for line in step.text(0)] == prompts
+    trained = trainer.model.named_parameters()
+    weights = {name: f"{crc32c(part.detach().numpy().tobytes()):08x}" for name, part in trained}
     assert opened.step(3).outcome(0).checksums == weights
 
 
@@ -303,6 +299,8 @@ def test_batches_of_supervised_trainers(runs, model, tmp_path, kind, options):
     assert opened.steps == (0, 1, 2, 3)
     assert np.isnan(batch["rewards"]).all()
     assert not step.known(0, "rewards").any()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [opened.step(n).outcome(0).stats["loss"] for n in opened.steps] == pytest.approx(logged)
     texts = [trainer.processing_class.decode(sample.tokens[sample.prompt_length :]) for sample in samples]
     if kind == "dpo":
         pairs = 2 * options.get("gradient_accumulation_steps", 1)
