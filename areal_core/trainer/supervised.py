@@ -190,19 +190,19 @@ class SupervisedTrainer(ObservedRun, ABC):
         ):
             if self.first_step == 0 and config.evaluator.eval_before_train:
                 self.evaluate(f"eval-before-{self.name}")
+            measured = self.stats.export()  # no part of the first step, which observers get
             self.guard.check_weights(self.engines, "before the first step")
             for step in range(self.first_step, self.end_step):
                 with self.stats.timing("step"), self.stats.scope(self.name):
                     stats = self._train_step(step)
                 if self.validation is not None and self.validation.frequency.is_due(step):
                     self.evaluate(f"eval-{self.name}")
-                stats = stats | self.stats.export()
+                stats, measured = measured | stats | self.stats.export(), {}
                 logger.commit(step, stats)
                 self.tracing.commit(step, stats)
                 self.saver.save_when_due(step)
-                self._observe_checkpoint(
-                    self.recovery.save_when_due(step, step + 1, self.engines, self.source)
-                )
+                checkpoint = self.recovery.save_when_due(step, step + 1, self.engines, self.source)
+                self._observe_checkpoint(checkpoint)
                 if stop(step):
                     break
             if self.saver.saves_last:

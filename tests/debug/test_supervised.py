@@ -63,7 +63,8 @@ def replay(areal_debug):
 
 
 def test_fine_tuning_is_recorded_and_replays_to_the_same_bits(record, replay, areal_debug):
-    folder = record("sft")
+    valid = (f"valid_dataset.{name}=${{train_dataset.{name}}}" for name in ("path", "type", "batch_size"))
+    folder = record("sft", 1, *valid, "evaluator.eval_before_train=true")
     opened = open_record(folder)
     step = opened.step(1)
     assert (opened.header.method, step.num_rows(0)) == ("sft", 8)
@@ -71,21 +72,14 @@ def test_fine_tuning_is_recorded_and_replays_to_the_same_bits(record, replay, ar
     batch = step.batch(0)
     first = slice(*batch["cu_seqlens"][:2])
     assert batch["loss_mask"][first].tolist() == sorted(batch["loss_mask"][first].tolist())
-    assert (
-        batch["input_ids"][first][-1] == batch["input_ids"][slice(*batch["cu_seqlens"][1:3])][-1]
-    )  # the end
+    ends = batch["input_ids"][batch["cu_seqlens"][1:] - 1]
+    assert (ends == ends[0]).all()
     code, report = replay(folder)
     assert (code, report["result"], len(report["steps"])) == (0, "identical", 3)
     assert report["steps"][2]["num_compared"] > 30
     assert coverage_of(opened, DATA).verdict == "unknown"  # 24 of 40 rows, in another order than their own
-    every = [
-        ["--explain", "1"],
-        ["--step", "1", "--layouts"],
-        ["--reward", "a:b"],
-        ["--filter", "reward > 0"],
-    ]
-    for asked in every:
-        done = areal_debug("replay", folder, *asked)
+    for asked in ("--explain 1", "--step 1 --layouts", "--reward a:b", "--filter reward>0"):
+        done = areal_debug("replay", folder, *asked.split())
         assert done.returncode == 2
         assert "is for policy optimisation, and" in done.stderr
         assert "is a record of sft" in done.stderr
