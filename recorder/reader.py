@@ -113,6 +113,12 @@ class RecordedStep:
         """Whether the tokens of any row are known."""
         return any(self.known(rank, "input_ids").any() for rank in range(self.manifest.num_ranks))
 
+    @property
+    def is_given(self) -> bool:
+        """Whether its rows are those of a data set: nothing says that they were sampled."""
+        names = ("logprobs", "versions", "rewards")
+        return not any(self.known(rank, name).any() for rank in self.ranks for name in names)
+
     def trainer_logprobs(self, rank: int) -> np.ndarray | None:
         """Read the trainer's own log-probs before the update, [tokens], next-token aligned.
 

@@ -279,16 +279,17 @@ def match_rows(left: RecordedStep, right: RecordedStep) -> tuple[Rows, Rows]:
     here, there = find_rows(left), find_rows(right)
     content = text_of if any(map(lacks_tokens, (left, right))) else tokens_of
     keys, others = content(left, here), content(right, there)
+    has_roles = left.is_given and right.is_given  # the samples of a pair: the chosen and the rejected answer
     partners: dict[tuple[int, int], tuple[int, int]] = {}  # right -> left
     for kind in (0, 1):  # of content: all of it, the prompt
         taken = set(partners.values())
         free: dict[Hashable, deque[tuple[int, int]]] = defaultdict(deque)
         for name in here:
             if name not in taken:
-                free[keys[name][kind]].append(name)
+                free[keys[name][kind], has_roles and name[1]].append(name)
         for name in there:
-            if name not in partners and free[others[name][kind]]:
-                partners[name] = free[others[name][kind]].popleft()
+            if name not in partners and (same := free[others[name][kind], has_roles and name[1]]):
+                partners[name] = same.popleft()
     alone = [name for name in there if name not in partners]
     names = partners | {name: (-1 - number, 0) for number, name in enumerate(alone)}
     return here, {names[name]: row for name, row in there.items()}
@@ -322,10 +323,10 @@ def text_of(step: RecordedStep, rows: Rows) -> dict[tuple[int, int], Content]:
     return {name: content(row) for name, row in rows.items()}
 
 
-def prompts_of(*steps: RecordedStep) -> list[dict[tuple[int, int], Hashable]]:
-    """Return the prompts of each step by row: tokens, or text if any step lacks tokens."""
+def prompts_of(*steps: RecordedStep, part: int = 1) -> list[dict[tuple[int, int], Hashable]]:
+    """Return the prompts of each step by row, or of `part` 0 the rows: tokens, or text if any step lacks tokens."""
     content = text_of if any(map(lacks_tokens, steps)) else tokens_of
-    return [{name: key[1] for name, key in content(step, find_rows(step)).items()} for step in steps]
+    return [{name: key[part] for name, key in content(step, find_rows(step)).items()} for step in steps]
 
 
 def compare_rows(left: Rows, right: Rows, in_order: bool) -> Iterator[StageDifference]:

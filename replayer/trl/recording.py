@@ -59,6 +59,11 @@ def record(trainer: Any, folder: str | os.PathLike[str], *, checksums: bool = Tr
     trainer.train = recorded_train
 
 
+def size_of(data: Any) -> dict[str, int]:
+    """Return the rows of a data set as an option: the order of a shuffle depends on them."""
+    return {"train_dataset_rows": len(data)} if hasattr(data, "__len__") else {}
+
+
 class Recording(Watcher):
     """A Watcher that writes a record."""
 
@@ -75,7 +80,7 @@ class Recording(Watcher):
         trainer, accelerator = self.trainer, self.trainer.accelerator
         self.recorder = Recorder(
             self.folder,
-            config=trainer.args.to_dict(),
+            config=trainer.args.to_dict() | size_of(trainer.train_dataset),
             tokenizer=getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
             model=trainer.model.config._name_or_path,
             trainer="trl",

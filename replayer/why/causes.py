@@ -46,7 +46,7 @@ NO_NUMBER = re.compile(
     r"(experiment|trial)(_name)?|(dataloader_)?num_workers|hub_\w+|push_to_hub"
 )
 OF_OPTIMIZER = re.compile(
-    r"(?i)lr|learning_rate|weight_decay|adam_\w+|betas?\d?|max_grad_norm|(grad|clip)_(clip|grad)\w*|warmup\w*|lr_\w+|optim\w*"
+    r"(?i)lr|learning_rate|weight_decay|adam_\w+|betas|beta_?\d|max_grad_norm|(grad|clip)_(clip|grad)\w*|warmup\w*|lr_\w+|optim\w*"
 )
 
 
@@ -83,7 +83,7 @@ class Case:
         if self.first.name in ("rows", "order of rows", "images") or (place is not None and place.in_prompt):
             return "data"
         if self.first.name in ("input_ids", "logprobs", "versions"):
-            return "engine"
+            return "data" if self.left.step(self.step).is_given else "engine"
         return "rewards" if self.first.name == "rewards" else "rows"
 
 
@@ -309,6 +309,8 @@ def data_finding(case: Case) -> Finding | None:
     if first.name in ("tool result", "loss_mask"):
         return finding("tool" if first.name == "tool result" else "mask", command, **counts)
     if case.kind_of_batch == "data":
+        if first.name == "input_ids" and first.place is not None and not first.place.in_prompt:
+            return answers_finding(case, command)
         here, there = prompts_of(case.left.step(case.step), case.right.step(case.step))
         equal = sum(there.get(name) == prompt for name, prompt in here.items())
         if len(here) > equal > len(here) / 2:
@@ -320,6 +322,18 @@ def data_finding(case: Case) -> Finding | None:
             return finding("rewards_by_unknown_code", command, unnamed)
         return finding("rewards", command)
     return None
+
+
+def answers_finding(case: Case, command: str) -> Finding:
+    """Judge answers of a data set that differ after equal prompts."""
+    here, there = prompts_of(case.left.step(case.step), case.right.step(case.step), part=0)
+    differing = [name for name in here if there.get(name) != here[name]]
+    is_exchanged = all(
+        there.get((prompt, 1 - sample)) == here[prompt, sample] for prompt, sample in differing
+    )
+    return finding(
+        "exchanged" if is_exchanged else "answers", command, differing=len(differing), total=len(here)
+    )
 
 
 def reward_code_unknown(case: Case) -> str:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from areal_debug import Recorder
 from areal_debug.cli import main
+from recorder import open_record
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, scripted_learning
 from replayer.why.chain import Options, explain
 
@@ -189,6 +191,23 @@ def test_another_loss_mask_is_no_other_data_set(tmp_path):
     assert answer.finding.cause.kind == "unknown"
     assert answer.finding.cause.what.startswith("the loss mask of 1 of ")
     assert "what makes the mask is not the same" in answer.finding.evidence[0]
+
+
+@pytest.mark.parametrize("trainer", ["trl", "other"])
+@pytest.mark.parametrize(
+    ("answers", "what"),
+    [
+        ([[9, 9], [3, 4, 5]], "the chosen and the rejected answer are exchanged in 2 of 2 rows"),
+        ([[3, 4, 5], [9, 8]], "1 of 2 rows have another answer in B"),
+    ],
+)
+def test_other_answers_of_a_data_set_are_no_engines(tmp_path, trainer, answers, what):
+    for name, pair in (("a", [[3, 4, 5], [9, 9]]), ("b", answers)):
+        rows = [{"prompt_tokens": [1, 2], "completion_tokens": tokens, "group": 0} for tokens in pair]
+        with Recorder(tmp_path / name, trainer=trainer, config={"beta": 0.1}) as recorder:
+            recorder.step(0, rows, stats={"loss": 0.6})
+    found = explain(*(open_record(tmp_path / name) for name in "ab"), Options(ROOT)).finding
+    assert (found.cause.kind, found.cause.what) == ("data", what)
 
 
 def test_records_of_other_runs_and_without_a_common_step_are_not_comparable(tmp_path):
