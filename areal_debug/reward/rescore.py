@@ -111,7 +111,7 @@ class DataRows:
         self.short: dict[str, dict[str, Any]] = {}
         for row in rows:
             question = question_of(row, None)
-            text = question.prompt.removesuffix(BOXED_INSTRUCTION).strip()
+            text = SPECIAL.sub("", question.prompt).removesuffix(BOXED_INSTRUCTION).strip()
             if len(text) < KEY:
                 self.short[text] = question.row
             else:

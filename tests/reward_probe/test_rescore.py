@@ -84,7 +84,9 @@ def test_other_rewards_of_samples_that_both_pay_are_counted():
 
 def test_a_prompt_finds_the_longest_row_inside_it():
     long = "How many litres are left in the tank after a day?"
-    rows = DataRows([{"prompt": p, "answer": p} for p in ("7+5=", "17+5=", long, f"{long} And after two?")])
+    prompts = ("7+5=", "17+5=", long, f"{long} And after two?", "<|im_start|>user\n2*2=<|im_end|>")
+    rows = DataRows([{"prompt": p, "answer": p} for p in prompts])
+    assert rows.find("user\n2*2=\nassistant\n")["answer"] == prompts[-1]
     assert rows.find("user: 17+5=")["answer"] == "17+5="
     assert rows.find("user: 7+5=")["answer"] == "7+5="
     assert rows.find(f"system\n{long} And after two? ok")["answer"] == f"{long} And after two?"
