@@ -59,9 +59,11 @@ def record(trainer: Any, folder: str | os.PathLike[str], *, checksums: bool = Tr
     trainer.train = recorded_train
 
 
-def size_of(data: Any) -> dict[str, int]:
-    """Return the rows of a data set as an option: the order of a shuffle depends on them."""
-    return {"train_dataset_rows": len(data)} if hasattr(data, "__len__") else {}
+def arguments_of(trainer: Any) -> dict[str, Any]:
+    """Return what acts on a run besides its options: rows of the data, which a shuffle depends on, and rewards."""
+    data, names = trainer.train_dataset, getattr(trainer, "reward_func_names", None)
+    of_data = {"train_dataset_rows": len(data)} if hasattr(data, "__len__") else {}
+    return of_data | ({} if names is None else {"reward_funcs": list(names)})
 
 
 class Recording(Watcher):
@@ -80,7 +82,7 @@ class Recording(Watcher):
         trainer, accelerator = self.trainer, self.trainer.accelerator
         self.recorder = Recorder(
             self.folder,
-            config=trainer.args.to_dict() | size_of(trainer.train_dataset),
+            config=trainer.args.to_dict() | arguments_of(trainer),
             tokenizer=getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
             model=trainer.model.config._name_or_path,
             trainer="trl",

@@ -196,7 +196,7 @@ def shown(stage: str, value: Any) -> Any:
 # options that name places, not numbers of the training
 PLACES = (
     *("output_dir", "run_name", "report_to", "hub_", "push_to_hub", "logging_", "save_", "eval_", "log_"),
-    *("do_", "disable_tqdm", "project", "trackio_", "train_dataset_rows"),
+    *("do_", "disable_tqdm", "project", "trackio_", "train_dataset_rows", "reward_funcs"),
 )
 
 

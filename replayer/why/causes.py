@@ -10,8 +10,10 @@ both. `areal_debug.replay.ranks` runs steps again where several remain.
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -23,9 +25,9 @@ from replayer.commits.acting import ChangedFile, files_acting
 from replayer.commits.bisect import Commit, commits_between, git, has_commit
 from replayer.commits.outside import code_of
 from replayer.commits.warm import search_commits
-from replayer.compare.relations import listed
+from replayer.compare.relations import count, listed
 from replayer.compare.stages import STAGES, StageDifference, prompts_of
-from replayer.diff import DiffReport, acts_from, common_steps, share_a_prompt
+from replayer.diff import SEARCHED_FOR_PROMPTS, DiffReport, acts_from, common_steps, share_a_prompt
 from replayer.errors import SameNumbers
 from replayer.own_code import code_arguments, own_code_of
 from replayer.request import Request, is_new_option_at_default
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from replayer.compare.relations import Pattern
 
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+LEAST_ALIGNED = 0.75  # of the prompts have the same order, if rows were removed, added or moved
 # members of the environment that `replayer.commits.outside` compares
 OF_CODE = ("code", "libraries", "variables")
 VARIABLES_OF_KERNELS = frozenset(VARIABLES) - {"PYTHONHASHSEED"}
@@ -311,17 +314,59 @@ def data_finding(case: Case) -> Finding | None:
     if case.kind_of_batch == "data":
         if first.name == "input_ids" and first.place is not None and not first.place.in_prompt:
             return answers_finding(case, command)
+        if aligned := aligned_finding(case, command):
+            return aligned
         here, there = prompts_of(case.left.step(case.step), case.right.step(case.step))
         equal = sum(there.get(name) == prompt for name, prompt in here.items())
-        if len(here) > equal > len(here) / 2:
+        if len(here) > equal > len(here) / 2 and Counter(here.values()) != Counter(there.values()):
             return finding("some_prompts", command, differing=len(here) - equal, total=len(here))
         is_shared = share_a_prompt(case.left, case.right, common_steps(case.left, case.right))
-        return finding("order" if is_shared else "prompts", command)
+        return order_finding(case, command) if is_shared else finding("prompts", command)
     if first.name == "rewards":
         if unnamed := reward_code_unknown(case):
             return finding("rewards_by_unknown_code", command, unnamed)
         return finding("rewards", command)
     return None
+
+
+def aligned_finding(case: Case, command: str) -> Finding | None:
+    """Tell rows that are missing, added or moved in B's data set; None for another order or other prompts.
+
+    The prompts are aligned in the order in which they were read, over the common steps. What the
+    last step of a record cuts off is no difference, and the order within a step is none of the data.
+    """
+    is_ours = case.left.header.trainer is None
+    if is_ours and case.first.name == "rows":  # left out by the run: they have the numbers of their rows
+        return None
+    read: tuple[list[Hashable], list[Hashable]] = ([], [])
+    has_moved = False
+    for step in common_steps(case.left, case.right)[:SEARCHED_FOR_PROMPTS]:
+        both = prompts_of(case.left.step(step), case.right.step(step))
+        has_moved |= set(both[0].values()) != set(both[1].values())
+        for side, prompts in zip(read, both, strict=True):
+            names = sorted(prompts) if is_ours else list(prompts)
+            side += {prompt: prompts[prompt, sample] for prompt, sample in names}.values()
+    codes = SequenceMatcher(None, *read, autojunk=False).get_opcodes()
+    equal = sum(end - begin for kind, begin, end, _, _ in codes if kind == "equal")
+    inner = [code for code in codes[: -1 if codes[-1][0] != "equal" else None] if code[0] != "equal"]
+    lacking = Counter(prompt for _, begin, end, _, _ in inner for prompt in read[0][begin:end])
+    added = Counter(prompt for _, _, _, begin, end in inner for prompt in read[1][begin:end])
+    is_aligned = has_moved and inner and equal >= LEAST_ALIGNED * min(map(len, read))
+    if not is_aligned or (lacking and added and lacking != added):
+        return None
+    key = "moved" if lacking == added else "removed" if lacking else "added"
+    return finding(key, command, prompts=count(max(lacking.total(), added.total()), "prompt"), equal=equal)
+
+
+def order_finding(case: Case, command: str) -> Finding:
+    """Judge another order of the prompts: of the data set, if no run shuffles."""
+    configs = (case.left.header.config, case.right.header.config)
+    data = [config.get("train_dataset") for config in configs]
+    shuffles = [one.get("shuffle") for one in data if isinstance(one, dict)]
+    in_order = [*shuffles, *(config.get("shuffle_dataset") for config in configs)].count(False) == len(
+        configs
+    )
+    return finding("order_of_data" if in_order else "order", command)
 
 
 def answers_finding(case: Case, command: str) -> Finding:

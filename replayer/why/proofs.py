@@ -13,7 +13,7 @@ from shlex import quote
 from typing import Any
 
 from recorder import Record
-from replayer.compare.stages import STAGES, StageDifference, compare_steps
+from replayer.compare.stages import STAGES, StageDifference, compare_steps, prompts_of
 from replayer.diff import INPUTS, judge_size
 from replayer.errors import NothingToBisect, ReplayError
 from replayer.own_code import is_allowed
@@ -21,10 +21,12 @@ from replayer.why.causes import (
     Case,
     History,
     Note,
+    aligned_finding,
     bisected,
     data_finding,
     diff_command,
     finding,
+    order_finding,
     replay_command,
     static_finding,
     unknown_finding,
@@ -192,7 +194,11 @@ def by_chance(case: Case, evidence: tuple[str, ...]) -> Finding:
     """Judge tokens that differ though neither engine is at fault."""
     header = case.left.header
     if header.trainer is not None:
-        return finding("sampling_of_others", diff_command(case), *evidence)
+        command = diff_command(case)
+        here, there = prompts_of(case.left.step(case.step), case.right.step(case.step))
+        is_same = list(here.values()) == list(there.values())
+        drawn = finding("sampling_of_others", command, *evidence) if is_same else order_finding(case, command)
+        return aligned_finding(case, command) or drawn
     command = consistency_command(case.left, case.step)
     rollout = header.config["rollout"] if isinstance(header.config.get("rollout"), dict) else {}
     if rollout.get("max_head_offpolicyness"):

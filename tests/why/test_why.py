@@ -166,6 +166,33 @@ def test_prompts_of_other_content_are_data_and_another_order_is_not_determined(t
     answer = ask(tmp_path / "order", shuffled)
     assert answer.finding.cause.kind == "nondeterminism"
     assert "order of the prompts" in answer.finding.cause.what
+    in_order = replace(OURS, config=CONFIG | {"train_dataset": {"shuffle": False}})
+    answer = ask(tmp_path / "in order", shuffled, in_order, in_order)
+    assert answer.finding.cause.what == "the rows of B's data set have another order"
+
+
+@pytest.mark.parametrize(
+    ("order", "what"),
+    [
+        ([0, 1, 3, 4, 5, 6, 7, 8], "lacks 1 prompt of A's, and every later one comes earlier"),
+        ([0, 1, 9, 2, 3, 4, 5, 6], "has 1 prompt that A's lacks, and every later one comes later"),
+        ([0, 1, 3, 4, 5, 2, 6, 7], "1 prompt of A's data set moved to another place in B's"),
+    ],
+)
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_rows_that_are_missing_added_or_moved_in_the_data_are_told_apart(tmp_path, order, what, is_sampled):
+    for name, prompts in (("a", range(8)), ("b", order)):
+        with Recorder(tmp_path / name, trainer="trl", config={"beta": 0.1}) as recorder:
+            for step in range(4):
+                rows = [
+                    {"prompt_tokens": [1, prompt], "completion_tokens": [step + is_sampled * at], "group": at}
+                    | ({"reward": 1.0} if is_sampled else {})
+                    for at, prompt in enumerate(prompts[2 * step : 2 * step + 2])
+                ]
+                recorder.step(step, rows, stats={"loss": 0.6})
+    found = explain(*(open_record(tmp_path / name) for name in "ab"), Options(ROOT)).finding
+    assert found.cause.kind == "data"
+    assert what in found.cause.what
 
 
 def test_weights_do_not_choose_prompts_where_another_seed_does(tmp_path):
