@@ -1,6 +1,7 @@
 """Metrics of a record: what its trainer logged, and what its rows show.
 
-A value that is not known is left out of every mean, and `notes` count such rows.
+A value that is not known is left out of every mean, and `notes` count such rows. One that is known
+and not finite makes the mean infinite.
 """
 
 import zipfile
@@ -69,7 +70,8 @@ def shown_by_rows(step: RecordedStep) -> dict[str, float]:
     """Compute the metrics of the rows of all ranks, without those that nothing is known for."""
     columns = [columns_of(step, rank) for rank in step.ranks]
     joined = {name: np.concatenate([of_rank[name] for of_rank in columns]) for name in columns[0]}
-    difference = joined["difference"][np.isfinite(joined["difference"])]
+    difference = joined["difference"][~np.isnan(joined["difference"])]
+    finite = difference[np.isfinite(difference)]
     alike = list(groups_alike(joined["prompt"], joined["reward"]))
     values = {
         "reward": joined["reward"],
@@ -78,14 +80,14 @@ def shown_by_rows(step: RecordedStep) -> dict[str, float]:
         "zero_variance_groups": np.array(alike, np.float64),
         "staleness": step.manifest.version - 1 - joined["version"],
         "logprob_difference": np.abs(difference),
-        "k3": np.exp(difference) - difference - 1,
+        "k3": np.exp(finite) - finite - 1,
     }
-    known = {name: column[np.isfinite(column)] for name, column in values.items()}
+    known = {name: column[~np.isnan(column)] for name, column in values.items()}
     return {f"record/{name}": float(column.mean()) for name, column in known.items() if len(column)}
 
 
 def columns_of(step: RecordedStep, rank: int) -> dict[str, np.ndarray]:
-    """Return float64 columns of a rank, NaN where a value is unknown.
+    """Return float64 columns of a rank, NaN where a value is unknown, -inf where a known one is not finite.
 
     Per row [rows]: `prompt`, `reward`, `no_eos`, `length` (tokens in the loss mask). Per token in
     the loss mask: `version`, and `difference`, trainer minus engine.
@@ -96,9 +98,10 @@ def columns_of(step: RecordedStep, rank: int) -> dict[str, np.ndarray]:
     trained = arrays["loss_mask"].astype(bool)
 
     def of_rows(key: str, values: np.ndarray) -> np.ndarray:
-        return np.where(known[key], values, np.nan)
+        return np.where(known[key], np.where(np.isfinite(values), values, -np.inf), np.nan)
 
     def of_tokens(key: str, values: np.ndarray) -> np.ndarray:
+        values = np.where(np.isfinite(values), values, -np.inf)
         return np.where(known[key][row_of_token], values, np.nan)[trained]
 
     engine = of_tokens("logprobs", arrays["logprobs"].astype(np.float64))
@@ -137,7 +140,7 @@ def worst_place(step: RecordedStep, metric: str) -> tuple[int | None, int | None
     for rank in step.ranks if metric in EXTREMES else ():
         column, size_of = EXTREMES[metric]
         values = size_of(columns_of(step, rank)[column])
-        if not np.isfinite(values).any() or np.nanmax(values) <= most:
+        if np.isnan(values).all() or np.nanmax(values) <= most:
             continue
         row, token = int(np.nanargmax(values)), None
         most = values[row]

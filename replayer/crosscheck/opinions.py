@@ -326,11 +326,12 @@ class Comparison:
             }.get(stage, f"the record has no {stage if stage == 'advantages' else 'values of the ' + stage}")
         if stage != "rewards" and (missing := self.missing()):
             return missing
+        if stage in ("rewards", "advantages") and (unknown := int((~np.isfinite(rows.rewards)).sum())):
+            is_not = "unknown" if "rewards" in rows.unknown else "not finite"
+            return f"{unknown} of {len(rows.rewards)} rewards are {is_not}"
         if stage in ("rewards", "mask"):
             return None
         if stage == "advantages":
-            if np.isnan(rows.rewards).any():
-                return f"{int(np.isnan(rows.rewards).sum())} of {len(rows.rewards)} rewards are unknown"
             if self.configured.has_critic and "values" not in rows.tensors:
                 return "the record has no values of the critic"
             if "prompt_id" in rows.unknown and "group" in (options.mean, options.std):

@@ -26,7 +26,7 @@ LEARNING = (
     *("advantages", "total_rewards", "kl_rewards", "prox_logp", "ref_logp", "values", "current_logp"),
     *("teacher_logp", "entropy"),
 )
-NEEDED = ("prompt_id", "loss_mask", "finish_reason")
+NEEDED = ("prompt_id", "loss_mask", "finish_reason", "rewards")
 # Names of the loss and of the gradient norm of a step's only update in the statistics of trainers.
 LOSS_NAMES = ("loss", "actor/pg_loss", "train/loss", "train/pg_loss")
 OF_POLICY = ("actor/pg_loss", "train/pg_loss")  # without the KL and the entropy

@@ -83,13 +83,14 @@ OTHER_LOSS = ({"loss_type": ["sigmoid"]}, "the configuration has loss_type=['sig
 def test_what_is_unknown_is_not_checked(tmp_path, changed, reason):
     with Recorder(tmp_path / "record", config=steps.TRL | changed, trainer="trl") as recorder:
         sample = {"prompt_tokens": [1], "completion_tokens": [2, 3], "group": 0, "advantages": 0.5}
-        recorder.step(0, [sample | {"reward": 1.0}, sample], stats={"loss": 1.0})
+        recorder.step(0, [sample | {"reward": 1.0}, sample], stats={"loss": 1.0, "reward": 1.0})
     report = check(tmp_path / "record")
     assert report_of(report).sentence == (
         "mask of step 0, within the rounding of float32; not checked: rewards, kl, advantages, loss, gradient."
     )
     stages = {stage.stage: stage for stage in report.opinions[0].stages}
     assert stages["advantages"].reason == "1 of 2 rewards are unknown"
+    assert stages["rewards"].reason == stages["advantages"].reason
     assert stages["loss"].reason.startswith(reason)
 
 

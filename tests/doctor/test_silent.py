@@ -124,3 +124,16 @@ def test_copies_in_a_group_are_named(tmp_path):
         row["logprobs"] = [-0.01] * len(row["logprobs"])
 
     assert "S13" not in doctor(write(tmp_path / "greedy", change=greedy))[0]
+
+
+@pytest.mark.parametrize("column", ["reward", "old_logprobs"])
+def test_a_value_of_a_row_that_is_not_finite_is_named_with_its_place(tmp_path, column):
+    def broken(row, number, rows):
+        row["old_logprobs"] = [logp + 0.001 for logp in row["logprobs"]]
+        if row["versions"] == 3 and number == 5:
+            row["reward"], row["old_logprobs"][1] = (np.nan, -1.0) if column == "reward" else (1.0, -np.inf)
+
+    found, _ = doctor(write(tmp_path / "r", metrics={"train/loss": lambda step: 0.1}, change=broken))
+    assert found["D18"]["title"] == "rewards or log-probs of rows are not finite"
+    assert found["D18"]["onset"] == 3
+    assert " --step 3 --at 13.1" in found["D18"]["look"]

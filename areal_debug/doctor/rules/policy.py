@@ -296,10 +296,12 @@ def beside_the_neighbours(
 def numbers_that_are_none(run: Run) -> Alarm | None:
     """D18: a metric is NaN or infinite (the gradient norm has its own rule, D17).
 
-    Of names that mean no quantity those of logits and log-probs count; the others may be undefined.
+    Of names that mean no quantity those of logits and log-probs count, and of a record's rows; the
+    others may be undefined.
     """
-    judged = {name: one for name, one in run.series.items() if name != "grad_norm"}
-    every = judged | {name: run.by_name[name] for name in run.unknown_names if OF_TOKENS.search(name)}
+    named = {name: one for name, one in run.by_name.items() if name.startswith("record/")}
+    judged = {name: one for name, one in run.series.items() if name != "grad_norm" and one.name not in named}
+    every = judged | {name: run.by_name[name] for name in run.unknown_names if OF_TOKENS.search(name)} | named
     bad = {name: ~np.isfinite(one.values) for name, one in every.items()}
     if run.kind == "supervised":
         bad["loss"] |= is_lost(every["loss"])
@@ -319,7 +321,7 @@ def numbers_that_are_none(run: Run) -> Alarm | None:
         series,
         found=f"{what}, first at step {step}" + (f"; not finite as well: {also}" if also else ""),
         severity="warning" if is_other else "error",
-        title="others" if is_other else "lost" if is_zero else "not_finite",
+        title="rows" if first in named else "others" if is_other else "lost" if is_zero else "not_finite",
         variant="" if run.kind == "learning" else "supervised",
         evidence=series.at(at[:8]),
         since=step,
