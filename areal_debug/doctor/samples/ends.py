@@ -86,10 +86,7 @@ def surprises(rows: Rows) -> np.ndarray:
 
 
 def are_copies(rows: Rows) -> Finding | None:
-    """S13: samples of one prompt in one step are equal, where chance makes them different.
-
-    Rows of a data set, which nobody sampled, are equal on several ranks.
-    """
+    """S13: samples of a prompt and step are equal beyond chance, or ranks have equal rows of data."""
     flagged, surprise = np.zeros(len(rows), bool), surprises(rows)
     is_sampled = np.bincount(rows.row_of_token, np.isfinite(rows.logprobs), len(rows)) > 0
     is_data = ~is_sampled & ~np.isfinite(rows.reward)

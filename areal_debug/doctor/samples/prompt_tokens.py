@@ -25,8 +25,7 @@ def split_groups(rows: Rows) -> Finding | None:
     prompts, counts = np.unique(keys, axis=1, return_counts=True)
     of_step = np.unique(prompts[0], return_counts=True)[1]
     is_few = len(np.unique(prompts[1])) < 2 * of_step.max()  # then repeats cannot be avoided
-    times = np.gcd.reduce(counts)
-    if is_few or len(of_step) < FEWEST_STEPS or times < 2:
+    if is_few or len(of_step) < FEWEST_STEPS or (times := np.gcd.reduce(counts)) < 2:
         return None
     found = f"each of {int(known.sum())} rows is a group of its own, and each prompt comes {times} times in its step"
     return finding("S07", found, rows, known, known, title="split")
