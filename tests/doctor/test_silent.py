@@ -205,7 +205,7 @@ def test_rows_of_data_on_several_ranks_are_named(tmp_path, apart):
     )
 
 
-def test_a_reference_that_is_the_policy_is_named(tmp_path):
+def test_a_policy_that_equals_its_reference_is_named(tmp_path):
     sides = ("rewards/chosen", "rewards/rejected")
     for name, value in (("same", lambda s: 0.0), ("other", lambda s: 0.01 * s)):
         found, _ = doctor(write(tmp_path / name, metrics=dict.fromkeys(sides, value)))

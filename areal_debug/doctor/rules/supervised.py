@@ -157,7 +157,7 @@ def chosen_answers_lose_probability(run: Run) -> Alarm | None:
     )
 
 
-def reference_is_the_policy(run: Run) -> Alarm | None:
+def policy_is_the_reference(run: Run) -> Alarm | None:
     """D50: rewards of chosen and rejected answers are always 0, while gradients are not."""
     both, norm = [run.finite(f"{side}_reward") for side in ("chosen", "rejected")], run.finite("grad_norm")
     known = all(len(one.values) >= FEWEST_STEPS and not one.resolution for one in both)
@@ -168,7 +168,7 @@ def reference_is_the_policy(run: Run) -> Alarm | None:
 
 
 RULES = (
-    reference_is_the_policy,
+    policy_is_the_reference,
     loss_explodes,
     loss_does_not_fall,
     held_out_loss_rises,
