@@ -19,22 +19,8 @@ from areal_debug.start_up import cache_bytecode, collect_garbage_rarely, say_whe
 from areal_debug.streams import INTERRUPTED, guarded
 
 SECTIONS = tomllib.loads(Path(__file__).with_name("verbs.toml").read_text(encoding="utf-8"))
-# Verbs of earlier versions, and what they are now.
-ALIASES = {
-    "bisect": ("why", "--commits"),
-    "bisect-step": ("why", "--layers"),
-    "diff": ("why", "--all"),
-    "certify": ("consistency", "--exact"),
-    "config": ("info", "options"),
-    "parity": ("check", "model"),
-    "preflight": ("check", "run"),
-    "view": ("open", "--save"),
-}
+EARLIER = SECTIONS.pop("earlier")
 READS = {"hang": "diagnose", "record": "show"}  # the command of a verb that reads a path
-GONE = {
-    "chaos": "it tested the rollout client of this package, and is the test tests/rollout/chaos now",
-    "rollout-sim": "it measured the rollout client of this package: docs/recovery.md has its numbers",
-}
 VERBS = {name: help for section in SECTIONS.values() for name, help in section.items()}
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -183,8 +169,8 @@ class VerbGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if self.sections and args[0] in ALIASES and not ctx.resilient_parsing:
-            now, rest = ALIASES[args[0]], args[1:]
+        if self.sections and args[0] in EARLIER["aliases"] and not ctx.resilient_parsing:
+            now, rest = EARLIER["aliases"][args[0]], args[1:]
             click.echo(f"areal-debug {args[0]} is now: areal-debug {' '.join(now)}", err=True)
             if args[0] == "bisect":
                 rest = revisions_joined(rest)
@@ -194,8 +180,8 @@ class VerbGroup(click.Group):
                 )
             args = [*now, *rest]
         name, known = args[0], self.list_commands(ctx)
-        if self.sections and name in GONE:
-            ctx.fail(f"there is no command {name!r} any more: {GONE[name]}")
+        if self.sections and name in EARLIER["gone"]:
+            ctx.fail(f"there is no command {name!r} any more: {EARLIER['gone'][name]}")
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
             close = difflib.get_close_matches(name, known, n=2)
             hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(known)}"

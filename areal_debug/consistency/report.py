@@ -1,6 +1,7 @@
 """What `areal-debug consistency` says: verdict, causes, numbers, curves, and the worst tokens."""
 
 import math
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,36 +31,7 @@ from consistency.report import WorstToken, describe_worst
 from recorder import open_record
 from recorder.samples import token_texts
 
-NUMBERS = {
-    "mean_abs": "mean |D|",
-    "p50_abs": "median |D|",
-    "p95_abs": "95 %",
-    "p99_abs": "99 %",
-    "max_abs": "largest",
-    "mean": "mean D",
-    "t_clustered": "t, clustered by sequence",
-    "k1": "k1",
-    "k3": "k3",
-    "ratio_mean": "mean ratio",
-    "ess_token": "effective samples",
-    "share_above_ln2": "share |D| > ln 2",
-    "logprob_pearson": "correlation",
-    "surprisal_correlation": "corr. D, surprisal",
-}
-RESCORING_LABELS = {
-    "decode": "engine when sampling, engine scoring (A - B)",
-    "prefill": "engine scoring, model (B - C)",
-    "engine_repeat": "engine scoring, repeated",
-    "model_repeat": "model, repeated",
-    "model_alone": "model, batch of one",
-}
-CURVES = {
-    "response_position": ("position in the response", True),
-    "turn": ("turn", True),
-    "surprisal_decile": ("decile of surprisal, most likely tokens first", True),
-    "version": ("weight version", True),
-    "worker": ("worker", False),
-}
+TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 NUM_DOTS, NUM_WORST = 1500, 30
 Decode = Callable[[list[int]], str] | None
 
@@ -132,14 +104,14 @@ def cross_checks(checked: Checked) -> Iterator[Facts]:
                 label,
                 "not comparable at this temperature" if values[name] is None else format_number(values[name]),
             )
-            for name, label in RESCORING_LABELS.items()
+            for name, label in TEXTS["rescoring"].items()
         ]
         yield Facts(rows, f"rescored {count(rescoring.num_tokens, 'token')}, mean |difference|")
 
 
 def numbers(checked: Checked) -> Table:
     metrics = checked.diagnosis.measurement.metrics
-    cells = [(label, format_number(metrics[name])) for name, label in NUMBERS.items()]
+    cells = [(label, format_number(metrics[name])) for name, label in TEXTS["numbers"].items()]
     half = len(cells) // 2
     rows = [(*left, *right) for left, right in zip(cells[:half], cells[half:], strict=True)]
     return Table(("", ">", "", ">"), rows, only="terminal")
@@ -157,7 +129,7 @@ def curves(checked: Checked) -> Iterator[Block]:
     trainer, engine = table.trainer[::every].tolist(), table.engine[::every].tolist()
     caption = "logprob of the engine against that of the trainer; equal on the line"
     pictures.append(Picture(dots(trainer, engine, format_number(min(*trainer, *engine))), caption))
-    for column, (label, is_printed) in CURVES.items():
+    for column, (label, is_printed) in TEXTS["curves"].items():
         groups = measured.by.get(column, ())
         if len(groups) > 1:
             sizes = [group.mean_abs for group in groups]

@@ -4,7 +4,9 @@
 
 import re
 import shlex
+import tomllib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_debug.record.decode import load_decoder
@@ -24,14 +26,7 @@ if TYPE_CHECKING:
 
 HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+")
 SHOWN_OF_A_STAGE, SHOWN_CHANGES = 3, 5
-REFUTED_BY = {
-    "own code": "B, run again with A's own code: if it still differs, that was not the cause",
-    "configuration": "set these options equal and run B again: if it still differs, they were not the cause",
-    "input": "replay A with B's options: if that differs from A, the input is not the only cause",
-    "environment": "run B again where these are equal: if it still differs, they were not the cause",
-    "kernel noise": "areal-debug check run on this machine: if two runs of one step are bit-identical, it is not noise",
-    "unknown": "a replay of both records on one machine that reproduces neither",
-}
+REFUTED_BY = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def report_of_diff(left: "Record", right: "Record", report: "DiffReport", show_all: bool) -> Report:

@@ -12,7 +12,7 @@ from areal_debug.doctor.rules.drift import by_position
 from areal_debug.doctor.rules.learning import is_high
 from areal_debug.doctor.rules.rewards import TERM, terms_of
 from areal_debug.doctor.rules.terms import configured
-from areal_debug.doctor.samples.ends import end_tokens
+from areal_debug.doctor.samples.ends import end_tokens, tokens_named
 from areal_debug.doctor.samples.read import Rows
 from areal_debug.doctor.series import FEWEST_STEPS
 
@@ -99,6 +99,7 @@ def observed_in(run: Run, rows: Rows | None) -> set[str]:
         "samples": len(rows) > 0,
         "text": rows.has_text,
         "end_tokens": bool(end_tokens(rows.record)) and bool(rows.stopped.any()),
+        "begin_tokens": bool(tokens_named(rows.record, "bos_token_id")),
         "rewards": bool(np.isfinite(rows.reward).any()),
         "trainer_logprobs": bool(np.isfinite(rows.difference).any()),
     }

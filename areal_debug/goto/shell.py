@@ -12,20 +12,16 @@ import io
 import pdb
 import signal
 import sys
+import tomllib
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, cast
 
 from replayer.goto import Scene
 
-STAGE_DESCRIPTIONS = {
-    "batch": "with its batch loaded, before anything is computed from it",
-    "advantages": "with advantages computed",
-    "loss": "with the first micro-batch's loss computed, before its backward",
-    "backward": "with the first minibatch's gradients accumulated, before they are clipped",
-    "optimizer": "after the optimizer's first step",
-}
+STAGE_DESCRIPTIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def open_shell(scene: Scene) -> None:

@@ -10,13 +10,9 @@ from hangdoctor.graph import rank_ranges
 from hangdoctor.model import Diagnosis, Group, Rank
 
 SYMBOLS = {"culprit": "X", "victim": "v", "running": "r", "missing": "?", "not_collected": "-", "other": "."}
-PART_NAMES = {
-    "culprit": "culprit",
+PART_NAMES = {part: part.replace("_", " ") for part in SYMBOLS} | {
     "victim": "waits for others",
     "running": "runs",
-    "missing": "missing",
-    "not_collected": "not collected",
-    "other": "other",
 }
 
 

@@ -6,9 +6,11 @@ After a change of options, recorded and replayed statistics follow as curves and
 
 import math
 import shlex
+import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -28,12 +30,7 @@ from replayer.own_code import code_arguments
 from replayer.request import Request
 
 SHOWN_OF_A_KIND = 2
-EXPECTED = {
-    "bitwise": "bit-identical numbers",
-    "noise": "numbers within a few times this machine's noise floor",
-    "statistical": "agreement over many steps, not of single steps",
-    "unrecorded": "nothing to compare with",
-}
+TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 NOT_AS_GLOO = (
     "If the recorded number of ranks gives the bits, the emulation of gloo does not: record with "
@@ -74,7 +71,7 @@ def print_start(out: Console, report: ReplayReport) -> None:
         changes = "; ".join(report.guarantee.reasons)
         out.print(styled("You changed {}, so the numbers will differ.\n", changes))
     elif report.guarantee.kind != "bitwise":
-        out.print(styled("[bold]Expect[/bold] {}:", EXPECTED[report.guarantee.kind]))
+        out.print(styled("[bold]Expect[/bold] {}:", TEXTS["expected"][report.guarantee.kind]))
         print_rows(out, rows_of("because", report.guarantee.reasons), "  ")
         out.print()
 
@@ -259,27 +256,19 @@ def report_of_explanation(record: Record, found: dict[str, Any]) -> Report:
     )
 
 
-REMARKS: dict[str, tuple[str, Level, str]] = {
-    "dead": ("{} trains nothing", "bad", "compute it with gradients from the log-probs in the loss mask"),
-    "outside": ("{} acts outside of the mask", "bad", "multiply it by loss_mask before the sum"),
-    "idle": ("{} cannot act in this step", "unsure", "dissect a later step, where its loss is not 0"),
-    "hidden": ("{} is hidden by the scale of another term", "unsure", "compare the coefficients of the two"),
-}
-
-
 def report_of_anatomy(record: Record, found: dict[str, Any]) -> Report:
     """Return what is wrong with terms of a step's loss, and each part's share of its gradient."""
     faults = [remark for remark in found["remarks"] if remark["kind"] in ("dead", "outside")]
     findings: list[Block] = []
     for remark in found["remarks"]:
-        title, level, todo = REMARKS[remark["kind"]]
+        title, level, todo = TEXTS["remarks"][remark["kind"]]
         at = ", ".join(map(str, remark["minibatches"]))
         rows = [Row("evidence", f"{remark['evidence']} (minibatch {at})"), Row("next", todo)]
         id = f"{remark['kind']}:{remark['part']}"
         findings.append(Finding(id, title.format(remark["part"]), level, rows))
     tables = [parts_table(found["parts"], kind, title) for kind, title in PART_KINDS.items()]
     explained = report_of_explanation(record, found)
-    sentence = "; ".join(REMARKS[r["kind"]][0].format(r["part"]) for r in faults) or (
+    sentence = "; ".join(TEXTS["remarks"][r["kind"]][0].format(r["part"]) for r in faults) or (
         "every term with a loss has a gradient, and none acts outside of the mask"
     )
     absent = [Row("absent" if i == 0 else "", text) for i, text in enumerate(found["absent"])]

@@ -77,9 +77,13 @@ def groups_of(record: Record, data: Sequence[dict[str, Any]]) -> list[Group]:
         sizes, prompts = Counter[int](), dict[int, str]()
         for rank in step.ranks:
             numbers = step.batch(rank, ["prompt_id"])["prompt_id"]
-            for one in row_texts(step, rank, decode, step.known(rank, "prompt_id").nonzero()[0].tolist()):
-                sizes[int(numbers[one.row])] += 1
-                prompts.setdefault(int(numbers[one.row]), one.prompt)
+            is_known = step.known(rank, "prompt_id")
+            # rows of data, which nobody sampled, are groups by their prompt
+            read = is_known | ~step.known(rank, "rewards")
+            for one in row_texts(step, rank, decode, read.nonzero()[0].tolist()):
+                number = int(numbers[one.row]) if is_known[one.row] else hash(one.prompt)
+                sizes[number] += 1
+                prompts.setdefault(number, one.prompt)
         for prompt, text in prompts.items():
             if text not in known:
                 row = rows.find(text)
@@ -153,6 +157,9 @@ def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
             lost, twice, findings, unknown = judge_shuffled(groups, len(data), batch)
             notes += unknown
     is_unknown = bool(notes)
+    if len(groups) > 1 and not is_shuffled and (skipped := min(rows)) > DISORDER * batch:
+        text = f"rows 0 to {skipped - 1} come before the first that was trained on: "
+        (notes if record.steps[0] else findings).append(f"{text}skipped, or of another segment")
     if lost:
         size = [len(question_of(row, None).prompt) for row in data]
         mean, of_lost = np.mean([size[row] for row in rows]), np.mean([size[row] for row in lost])

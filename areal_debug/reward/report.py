@@ -69,6 +69,16 @@ def verdict_of(report: RescoreReport) -> tuple[str, str, Level]:
         return "They agree", f"on {report.num_compared:,} samples", "good"
     if report.pairings:
         return "Rewards of other rows", report.pairings[0].sentence, "bad"
+    if report.every_recorded is not None:
+        where = (
+            f"of {report.num_compared:,} samples, and {report.function} differs on {positives + negatives:,}"
+        )
+        why = "was it called, and are its exceptions swallowed?"
+        return (
+            "One reward",
+            f"{format_number(report.every_recorded)} is the recorded reward of all {where}: {why}",
+            "bad",
+        )
     return (
         "They disagree",
         f"on {positives + negatives:,} of {report.num_compared:,} samples: {positives:,} are paid by the record "

@@ -61,7 +61,8 @@ class RescoreReport:
     """Both rewards of a record compared. `middle` divides paid from unpaid ones.
 
     `pairings` are steps whose rewards are those of other rows, which explains the disagreements.
-    `other_values` counts the samples of which the rewards are not the same float32.
+    `every_recorded` is the one reward that all rows have, None if they differ. `other_values` counts
+    the samples of which the rewards are not the same float32.
     """
 
     record: str
@@ -72,6 +73,7 @@ class RescoreReport:
     disagreements: tuple[Disagreement, ...]
     failure: str
     other_values: int
+    every_recorded: float | None
 
     def total(self, name: str) -> int:
         """Return a count over all steps."""
@@ -251,6 +253,7 @@ def report_of(record: Record, function: str, scored: Sequence[Scored]) -> Rescor
         tuple(disagreements[:MOST_LISTED]),
         failures[0] if failures else "",
         sum(not np.array_equal(row.recorded, np.float32(row.outcome), equal_nan=True) for row in both),
+        both[0].recorded if len({row.recorded for row in both}) == 1 < len(both) else None,
     )
 
 

@@ -79,7 +79,7 @@ def checked_model(model: str, needs: str = "config.json") -> str:
     folder = Path(model).expanduser()
     if folder.is_dir():
         if needs and not (folder / needs).is_file():
-            raise CannotServe(f"{folder} has no {needs}: give a checkpoint folder in Hugging Face format")
+            raise CannotServe(f"{folder} has no {needs}: give a merged checkpoint in Hugging Face format")
         return str(folder.resolve())
     if folder.exists():
         raise CannotServe(f"{folder} is a file: give the folder that contains config.json and the weights")

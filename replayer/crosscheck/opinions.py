@@ -26,6 +26,7 @@ from replayer.crosscheck.twin import (
     loss_inputs,
     loss_of,
     mask_of,
+    micro_batch_of,
     row_rewards,
     sum_error,
 )
@@ -122,9 +123,9 @@ def mask_observations(rows: StepRows) -> list[Observation]:
 
 
 def where_counted(rows: StepRows, values: Floats) -> Floats:
-    """Return values with nan at tool tokens: some trainers give one number for a whole row."""
+    """Return values with nan at tool tokens and in rows that do not count: some give a row one number."""
     tools = mask_of(rows, Options(mask="everything after the prompt")) & ~rows.mask
-    return np.where(tools, np.nan, values)
+    return np.where(tools | ~rows.mask.any(1, keepdims=True), np.nan, values)
 
 
 def exactly(values: object) -> Bounded:
@@ -401,6 +402,8 @@ class Comparison:
         best = fits.index(min(fits))
         self.base = replace(self.base, mask=list(masks)[best])
         what = f"loss of optimizer step{'s' * (len(compared) > 1)} {listed(self.rows.updates, compared)}"
+        if self.base.kl_coef and not all(update.with_kl for update in compared):
+            reasons.append("the recorded loss is without the KL, which is not checked")
         if fits[best] <= 1:
             self.found.append(StageOpinion("loss", "equal", what, reason="; ".join(reasons) or None))
             return
@@ -531,13 +534,16 @@ class Comparison:
     def norm(self, update: Update, loss: Loss, options: Options) -> tuple[float, float]:
         """Return the gradient norm of a loss, as it is reported, and the noise of float32."""
         assert self.model is not None
-        norm, noise = self.model.norm(self.rows, update, loss.gradient * options.gradient_scale)
+        parts = micro_batch_of(len(update.rows), options)[:, None]
+        kept = (parts == parts[-1]) | (options.gradient_of == Options.gradient_of)
+        norm, noise = self.model.norm(self.rows, update, loss.gradient * options.gradient_scale * kept)
         return (min(norm, options.max_norm) if options.norm == "after" else norm), noise
 
     def misfit_of_norm(self, update: Update, own: Loss) -> Callable[[Options], float]:
         def misfit(options: Options) -> float:
             loss = self.twin_loss(update, options)
-            is_whole = options.norm == "before" and options.gradient_scale == 1
+            how = options.norm, options.gradient_scale, options.gradient_of
+            is_whole = how == (Options.norm, Options.gradient_scale, Options.gradient_of)
             same = is_whole and bool((loss.gradient == own.gradient).all())
             if same or (update.loss is not None and loss_misfit(update, loss) > 1):
                 return inf

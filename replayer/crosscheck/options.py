@@ -48,7 +48,8 @@ class Options:
             those
             whose KL is; by default `mask`, by whose tokens both are divided.
         kl_logprobs: the log-probs whose KL to the reference is in the loss.
-        loss_scale: factor on the loss, gradient_scale on its gradient alone.
+        loss_scale: factor on the loss, gradient_scale on its gradient alone, which may be that of
+            the last micro-batch.
         norm: which gradient norm is reported: "before" clipping or "after" it, at `max_norm`.
     """
 
@@ -59,6 +60,7 @@ class Options:
     truncated: str = "kept"
     mask: str = "loss mask"
     kl_reward_coef: float = 0.0
+    kl_reward_mask: str = "the tokens that count"
     kl_reward_estimator: str = "k1"
     kl_place: str = "advantages"
     grouping: str = "prompt"
@@ -101,6 +103,7 @@ class Options:
     entropy_coef: float = 0.0
     loss_scale: float = 1.0
     gradient_scale: float = 1.0
+    gradient_of: str = "all micro-batches"
     norm: str = "before"
     max_norm: float = inf
 

@@ -86,9 +86,12 @@ def named(config: Any, path: str, default: Any = None) -> Any:
 
 def plain(trainer: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that are fixed in a trainer, or that one member of its configuration decides."""
-    rows = TABLES[trainer]["options"]
-    found = TABLES[trainer]["fixed"] | {option: named(config, *row) for option, row in rows.items()}
-    return found | {option: found[option] or usual for option, usual in WITHOUT.items() if option in found}
+    table = TABLES[trainer]
+    found = table["fixed"] | {option: named(config, *row) for option, row in table["options"].items()}
+    for option, (path, usual, *values) in table["choices"].items():
+        found[option] = values[not named(config, path, usual)]
+    found |= {option: found[option] or least for option, least in WITHOUT.items() if option in found}
+    return {option: None if value == "none" else value for option, value in found.items()}
 
 
 def not_computed(trainer: str, config: Mapping[str, Any]) -> dict[str, str]:
@@ -162,7 +165,6 @@ def of_trl(config: Mapping[str, Any]) -> Configured:
     kind = str(given("loss_type", "dapo"))  # of DPO a list
     if kind not in TRL_AGGREGATIONS:
         unchecked["loss"] = NOT_COMPUTED.format(f"loss_type={kind}")
-    unchecked |= not_computed("trl", config)
     corrects = bool(given("use_vllm", False) and given("vllm_importance_sampling_correction", True))
     accumulated = given("gradient_accumulation_steps", 1)
     generate_every = (given("steps_per_generation") or accumulated) * given("num_iterations", 1)
@@ -174,13 +176,11 @@ def of_trl(config: Mapping[str, Any]) -> Configured:
     options = Options(
         **plain("trl", config),
         std={True: "group", False: None, "none": None}.get(scale, scale),
-        mask="without truncated rows" if given("mask_truncated_completions", False) else "loss mask",
         old_logprobs="trainer" if corrects or accumulated % generate_every else "current",
         correction=TABLES["trl"]["corrections"][given("vllm_importance_sampling_mode", "sequence_mask")]
         if corrects
         else None,
         aggregation=TRL_AGGREGATIONS.get(kind, "token-mean"),
-        kl_weight="ratio" if given("use_bias_correction_kl", True) else None,
     )
     dtype = None if given("bf16") is not False or given("fp16") else "float32"
     return configured("trl", options, config, unchecked, dtype)
@@ -196,7 +196,6 @@ def of_verl(config: Mapping[str, Any]) -> Configured:
         unchecked["advantages"] = NOT_COMPUTED.format(f"adv_estimator={estimator}")
     if mode not in ("vanilla", "gspo"):
         unchecked["loss"] = NOT_COMPUTED.format(f"policy_loss.loss_mode={mode}")
-    unchecked |= not_computed("verl", config)
     scaled = algorithm.get("norm_adv_by_std_in_grpo", True)
     rewarded = algorithm.get("use_kl_in_reward", False)
     options = replace(
@@ -216,17 +215,9 @@ def of_verl(config: Mapping[str, Any]) -> Configured:
     )
     if estimator == "grpo" and not scaled:
         options = replace(options, std=None)
-    size, rollout = (
-        actor.get("ppo_micro_batch_size_per_gpu"),
-        config["actor_rollout_ref"].get("rollout") or {},
-    )
-    rows = (config.get("data") or {}).get("train_batch_size", 0) * rollout.get("n", 1)
-    counts = {}
-    if size and rows > size:
-        options = replace(options, micro_batches=rows // size)
-        counts["the number of micro-batches"] = rows // size
     found = configured("verl", options, config, unchecked)
-    return replace(found, has_critic=estimator == "gae", counts={**found.counts, **counts})
+    counts = {**found.counts, "the number of micro-batches": found.options.micro_batches}
+    return replace(found, has_critic=estimator == "gae", counts=counts)
 
 
 def configured(
@@ -236,14 +227,24 @@ def configured(
     unchecked: dict[str, str],
     dtype: str | None = None,
 ) -> Configured:
-    """Return options with the counts of a trainer, whole numbers above 1 by the last part of their names."""
+    """Return options with what the table of a trainer says of counts, sizes and what is not recomputed.
+
+    Counts are whole numbers above 1, by the last part of their names.
+    """
     table = TABLES[trainer]
     known = {path.rpartition(".")[2]: named(config, path) for path in table["counts"]}
     counts = {name: value for name, value in known.items() if isinstance(value, int) and value > 1}
+    unchecked = not_computed(trainer, config) | unchecked
+    if "sizes" in table:
+        prompts, samples, batch, micro = (named(config, path) for path in table["sizes"])
+        rows = (prompts or 0) * (samples or 1)
+        options = replace(options, micro_batches=max(1, rows // (micro or rows or 1)))
+        if (updates := rows // (batch or rows or 1)) > 1:
+            unchecked["loss"] = MEAN_OF_UPDATES.format(updates)
     return Configured(options, table["source"], trainer, unchecked, dtype, counts=counts)
 
 
-SLIME_ESTIMATORS = ("grpo", "gspo", "cispo")
+SLIME_ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus")
 
 
 def of_slime(config: Mapping[str, Any]) -> Configured:
@@ -252,27 +253,22 @@ def of_slime(config: Mapping[str, Any]) -> Configured:
     estimator = str(given("advantage_estimator", "grpo"))
     if estimator not in SLIME_ESTIMATORS:
         unchecked["advantages"] = NOT_COMPUTED.format(f"advantage_estimator={estimator}")
-    unchecked |= not_computed("slime", config)
     if estimator == "cispo":
         unchecked["loss"] = NOT_COMPUTED.format("advantage_estimator=cispo")
-    rows = given("rollout_batch_size", 0) * given("n_samples_per_prompt", 1)
-    if (updates := rows // (given("global_batch_size") or rows or 1)) > 1:
-        unchecked["loss"] = MEAN_OF_UPDATES.format(updates)
-    is_normalised, whitened = given("rewards_normalization", True), bool(given("normalize_advantages", False))
+    is_plus_plus = estimator == "reinforce_plus_plus"
+    is_normalised = given("rewards_normalization", True) and not is_plus_plus
     options = Options(
         **plain("slime", config),
         mean="group" if is_normalised else None,
         std="group" if is_normalised and given("grpo_std_normalization", True) else None,
+        kl_reward_coef=given("kl_coef", 0.0) if is_plus_plus else 0.0,
+        kl_reward_estimator=VERL_KL[str(given("kl_loss_type", "k1"))],
+        discount=given("gamma", 1.0) if is_plus_plus else 1.0,
         teacher_coef=float(given("opd_kl_coef") or 1.0) if given("use_opd", False) else 0.0,
-        **WHITENED if whitened else {},  # type: ignore[arg-type]
-        micro_batches=max(1, rows // (given("micro_batch_size") or rows or 1)),
-        old_logprobs="rollout" if given("use_rollout_logprobs", False) else "trainer",
-        correction="truncated tokens" if given("use_tis", False) else None,
+        **WHITENED if given("normalize_advantages", False) else {},  # type: ignore[arg-type]
         ratio_level="sequence" if estimator == "gspo" else "token",
-        aggregation="token-mean" if given("calculate_per_token_loss", False) else "seq-mean-token-mean",
         kl_coef=given("kl_loss_coef", 0.0) if given("use_kl_loss", False) else 0.0,
         kl_estimator=VERL_KL[str(given("kl_loss_type", "k1"))],
-        kl_weight="ratio" if given("use_unbiased_kl", False) else None,
     )
     return configured("slime", options, config, unchecked)
 
@@ -283,29 +279,18 @@ def of_nemo_rl(config: Mapping[str, Any]) -> Configured:
     scaled, leaves_out = grpo.get("normalize_rewards", True), grpo.get("use_leave_one_out_baseline", True)
     if scaled and leaves_out:
         unchecked["advantages"] = NOT_COMPUTED.format("use_leave_one_out_baseline with normalize_rewards")
-    unchecked |= not_computed("nemo-rl", config)
-    rows = grpo.get("num_prompts_per_step", 0) * grpo.get("num_generations_per_prompt", 1)
-    policy = config.get("policy") or {}
-    if (updates := rows // (policy.get("train_global_batch_size") or rows or 1)) > 1:
-        unchecked["loss"] = MEAN_OF_UPDATES.format(updates)
     options = Options(
         **plain("nemo-rl", config),
         leave_one_out=leaves_out,
-        std="group" if scaled else None,
-        correction="truncated tokens" if loss.get("use_importance_sampling_correction") else None,
-        aggregation="token-mean" if loss.get("token_level_loss", True) else "seq-mean-token-mean",
         kl_estimator=VERL_KL[str(loss.get("reference_policy_kl_type", "k3"))],
-        micro_batches=max(1, rows // (policy.get("train_micro_batch_size") or rows or 1)),
     )
     return configured("nemo-rl", options, config, unchecked)
 
 
 WHITENED = {"token_mean": "batch", "token_std": "batch", "token_eps": 1e-8, "token_inside_root": True}
 VERL_ESTIMATORS = {
-    "grpo": Options(eps=1e-6, lone="reward"),
-    "rloo": Options(std=None, leave_one_out=True, lone="reward"),
-    "reinforce_plus_plus_baseline": Options(std=None, lone="reward", **WHITENED),  # type: ignore[arg-type]
-    "gae": Options(mean=None, std=None, **WHITENED),  # type: ignore[arg-type]
+    name: Options(**{option: None if value == "none" else value for option, value in row.items()})  # type: ignore[arg-type]
+    for name, row in TABLES["verl"]["estimators"].items()
 }
 
 

@@ -113,9 +113,11 @@ def kl_rewards(rows: StepRows, options: Options) -> Bounded:
         return Bounded(zero, zero)
     old = None if options.correction is not None else old_logprobs(rows, options)
     before = rows.tensors["logprobs"] if old is None else old
-    kl = estimate(np.where(rows.mask, before - reference, 0.0), options.kl_reward_estimator)
-    kl = np.where(mask_of(rows, options), np.clip(kl, -10.0, 10.0), 0.0)
-    ulp = UNIT * (1 + np.abs(np.where(rows.mask, before - reference, 0.0)))
+    own = options.kl_reward_mask
+    mask = mask_of(rows, options if own == COUNTED else replace(options, mask=own))
+    apart = np.where(mask, np.nan_to_num(before - reference), 0.0)
+    kl = np.where(mask, np.clip(estimate(apart, options.kl_reward_estimator), -10.0, 10.0), 0.0)
+    ulp = UNIT * (1 + np.abs(apart))
     return Bounded(-options.kl_reward_coef * kl, options.kl_reward_coef * (6 * ulp + 4 * UNIT * np.abs(kl)))
 
 
@@ -123,8 +125,9 @@ def groups_of(rows: StepRows, options: Options) -> npt.NDArray[np.int64]:
     """Number the sets of rows whose rewards are compared, [N]."""
     groups = rows.groups
     size = int(np.bincount(groups).max())
-    if options.grouping == "consecutive rows":
-        return np.arange(len(groups)) // size
+    if options.grouping.startswith("consecutive rows"):
+        by_sample = np.lexsort((groups, rows.place[:, 3])) if "sample" in options.grouping else None
+        return (np.arange(len(groups)) if by_sample is None else by_sample.argsort()) // size
     if options.grouping == "every n-th row":
         return np.arange(len(groups)) % -(-len(groups) // size)
     return groups
@@ -304,7 +307,7 @@ def gae(reward: Bounded, penalty: Bounded, values: Floats | None, mask: Bools, o
         delta = rewards[:, t] + options.discount * ahead - values[:, t]
         found = delta + options.discount * options.gae_lambda * following
         size = np.abs(rewards[:, t]) + np.abs(ahead) + np.abs(values[:, t]) + np.abs(following)
-        following = np.where(here, found, following)
+        following = np.where(here, found, following + rewards[:, t])
         wrong = np.where(here, errors[:, t] + wrong + 4 * UNIT * size, wrong)
         ahead = np.where(here, values[:, t], ahead)
         value[:, t], error[:, t] = np.where(here, following, 0.0), np.where(here, wrong, 0.0)
@@ -463,10 +466,12 @@ def scales(given: LossInputs, options: Options) -> Tensor:
     num_rows = len(mask) if options.empty_rows == "counted" else max(int(mask.any(1).sum()), 1)
     if how == "token-mean":
         return ones / max(int(mask.sum()), 1)
+    if how.startswith("token-mean with"):
+        return ones / int(mask.sum(1).clamp(min=1).sum())
     if how.startswith("token-mean of each"):
         parts = given.ranks
         if how.endswith("micro-batch"):
-            parts = torch.arange(len(mask)) * options.micro_batches // len(mask)
+            parts = micro_batch_of(len(mask), options)
         of_part = torch.stack([mask[parts == part].sum() for part in parts]).clamp(min=1)
         return ones / of_part[:, None] / len(parts.unique())
     if how == "token-sum":
@@ -476,3 +481,8 @@ def scales(given: LossInputs, options: Options) -> Tensor:
     if how == "seq-mean-token-sum":
         return ones / num_rows
     return ones / num_rows / options.max_length
+
+
+def micro_batch_of(num_rows: int, options: Options) -> Tensor:
+    """Number the micro-batch of each row of an update, [n]."""
+    return torch.arange(num_rows) * options.micro_batches // num_rows

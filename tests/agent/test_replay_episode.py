@@ -129,31 +129,17 @@ def test_an_unchanged_agent_does_what_was_recorded(style, record, agents, script
 @pytest.mark.parametrize(
     ("variant", "call", "kind", "what", "recorded", "now"),
     [
-        (
-            "tool",
-            1,
-            "tool_result",
-            'the tool look({"n": 1}) returns something else',
-            "result 1",
-            "result one",
-        ),
+        ("tool", 1, "tool_result", 'the tool look({"n": 1}) returns something else', "result 1", "result one"),
         ("message", 0, "message", "message 0 (system) is another one", "be short", "be shorter"),
         ("options", 0, "options", "other options are set", {}, {"sampling": {"top_p": 0.5}}),
         ("fewer", 1, "fewer_calls", "the agent ends after 1 calls, and made 2 in the record", None, None),
         ("more", 2, "more_calls", "the agent makes call 2, and made 2 in the record", None, None),
         ("stubborn", 2, "more_calls", "the agent makes call 2, and made 2 in the record", None, None),
         ("raises", 1, "raised", "the agent raises RuntimeError: no connection", None, None),
-        (
-            "failure",
-            None,
-            "failure",
-            "the failure of the model is declared, none in the record",
-            None,
-            "declared",
-        ),
+        ("failure", None, "failure", "the failure of the model is declared, none in the record", None, "declared"),
         ("reward", 1, "reward", "the reward is another one", 1.0, 0.0),
     ],
-)
+)  # fmt: skip
 def test_the_first_difference_is_named(
     variant, call, kind, what, recorded, now, record, agents, scripted_engine
 ):

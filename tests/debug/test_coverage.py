@@ -51,6 +51,14 @@ def test_rows_in_flight_and_out_of_order_are_not_lost(tmp_path):
     assert (code, found["lost"], found["twice"]) == (0, [], [])
 
 
+def test_rows_before_the_first_are_skipped(tmp_path):
+    code, found = coverage(tmp_path, range(60, 160))
+    assert (code, found["findings"][0][:56]) == (
+        1,
+        "rows 0 to 59 come before the first that was trained on: ",
+    )
+
+
 def test_data_that_is_read_again_before_its_end_is_named(tmp_path):
     code, found = coverage(tmp_path, [*range(50), *range(50)])
     assert (code, len(found["twice"])) == (1, 50)

@@ -99,19 +99,20 @@ def model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("crosscheck") / "model", hidden_size=16, num_heads=2)
 
 
-def write_trained(folder, model, reported):
-    """Record a step with the gradient norm of Transformers in float32; ratios are 1."""
+def write_trained(folder, model, reported, since=0):
+    """Record a step with the gradient norm, of rows from one on, of Transformers in float32; ratios are 1."""
     from transformers import AutoModelForCausalLM
 
     rows = steps.make_rows(5, (4, 4), tools=False)
     given = steps.advantages(rows, steps.How())
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     total, count = torch.zeros(()), sum(len(row.tokens) for row in rows)
-    for row, advantage in zip(rows, given, strict=True):
+    for number, (row, advantage) in enumerate(zip(rows, given, strict=True)):
         tokens = torch.tensor([row.prompt + row.tokens])
         logprobs = network(tokens).logits[0, :-1].log_softmax(1).gather(1, tokens[0, 1:, None])[:, 0]
         own = logprobs[-len(row.tokens) :]
-        total = total - (advantage * (own - own.detach()).exp()).sum() / count
+        ratio = (own - own.detach()).exp() if number >= since else 1.0
+        total = total - (advantage * ratio).sum() / count
     total.backward()
     norm = torch.stack([p.grad.square().sum() for p in network.parameters()]).sum().sqrt()
     config = steps.TRL | {"steps_per_generation": 3, "beta": 0.0, "max_grad_norm": 0.25}
@@ -128,15 +129,16 @@ def write_trained(folder, model, reported):
 
 
 @pytest.mark.parametrize(
-    ("reported", "verdict", "option"),
+    ("reported", "since", "verdict", "option"),
     [
-        (float, "equal", []),
-        (lambda norm: min(norm, 0.25), "differs", ["norm"]),
-        pytest.param(lambda norm: 2 * norm, "differs", ["gradient_scale"], marks=pytest.mark.long),
+        (float, 0, "equal", []),
+        (lambda norm: min(norm, 0.25), 0, "differs", ["norm"]),
+        (float, 6, "differs", ["gradient_of"]),  # of the last of three micro-batches
+        pytest.param(lambda norm: 2 * norm, 0, "differs", ["gradient_scale"], marks=pytest.mark.long),
     ],
 )
-def test_a_gradient_norm_is_recomputed_from_the_model(model, tmp_path, reported, verdict, option):
-    report = check(write_trained(tmp_path / "record", model, reported))
+def test_a_gradient_norm_is_recomputed_from_the_model(model, tmp_path, reported, since, verdict, option):
+    report = check(write_trained(tmp_path / "record", model, reported, since))
     stages = {stage.stage: stage for stage in report.opinions[0].stages}
     assert (stages["loss"].verdict, stages["gradient"].verdict) == ("equal", verdict)
     assert [change.option for change in stages["gradient"].changes] == option
@@ -165,10 +167,21 @@ def write_silent(
     kl_mask="counts",
     mask="counts",
     parts=1,
+    least=None,
+    by_sample=False,
+    kl_reward=None,
 ):
-    """Write a step as slime or NeMo-RL compute it, but for what is given."""
+    """Write a step as slime or NeMo-RL compute it, but for what is given.
+
+    With `least`, some rows do not count, and add that to the divisor. With `by_sample`, groups are
+    rows in succession, all first samples before all second ones. With `kl_reward`, REINFORCE++
+    sums the KL of these tokens into the returns.
+    """
     rows = steps.make_rows(5)
-    how = steps.How(spread=lambda own, every: own.std() + 1e-6)
+    for row in rows[::5] if least is not None else ():
+        row.counts = [0] * len(row.tokens)
+    group = (lambda at, row: (at % 4 * 6 + row.group) // 4) if by_sample else lambda at, row: row.group
+    how = steps.How(spread=lambda own, every: own.std() + 1e-6, group=group)
     given = steps.advantages(rows, how)
     is_slime, config = trainer == "slime", dict(SLIME if trainer == "slime" else NEMO)
     teachers = [[x - 0.1 * (at % 3) for at, x in enumerate(row.old)] for row in rows]
@@ -178,6 +191,9 @@ def write_silent(
             a[:1].expand(len(r.tokens)) - teacher * (torch.tensor(r.old) - torch.tensor(t))
             for a, r, t in pairs
         ]
+    if kl_reward:
+        config |= {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "use_opd": False}
+        given = [returns_of(row, kl_reward) for row in rows]
     if whiten is not None:
         config["normalize_advantages"] = True
         held = [
@@ -201,12 +217,13 @@ def write_silent(
         d = kl * (torch.tensor(row.new) - torch.tensor(row.ref))
         losses.append((loss + 0.04 * ((-d).exp() + d - 1) * every[kl_mask], every["counts"].sum()))
     if is_slime:
-        total = torch.stack([loss.sum() / count for loss, count in losses]).mean()
+        total = torch.stack([loss.sum() / count.clamp(min=1) for loss, count in losses]).mean()
     else:
         size = len(losses) // parts
         total = torch.stack(
             [
-                sum(x.sum() for x, _ in losses[at : at + size]) / sum(n for _, n in losses[at : at + size])
+                sum(x.sum() for x, _ in losses[at : at + size])
+                / sum(n.clamp(min=least or 0) for _, n in losses[at : at + size])
                 for at in range(0, 24, size)
             ]
         ).mean()
@@ -223,6 +240,15 @@ def write_silent(
     return folder
 
 
+def returns_of(row, of):
+    """Sum what follows each token: the KL of counted or all ("whole") tokens, and the reward at the end."""
+    counts = torch.tensor(row.counts).float()
+    d = torch.tensor(row.old) - torch.tensor(row.ref)
+    rewards = -0.1 * ((-d).exp() + d - 1) * (counts if of == "counts" else 1)
+    rewards[counts.nonzero()[-1]] += row.reward
+    return rewards.flip(0).cumsum(0).flip(0) * counts
+
+
 @pytest.mark.parametrize(
     ("trainer", "options", "stage", "option", "says"),
     [
@@ -235,6 +261,11 @@ def write_silent(
         ("slime", {"teacher": -0.5}, "advantages", "teacher_coef", "is -0.5, slime's arguments say 0.5"),
         ("slime", {"scale": 0.25}, "loss", "loss_scale", "divided by 4 (n_samples_per_prompt)"),
         ("nemo-rl", {"parts": 4}, "loss", "aggregation", "token-mean of each micro-batch"),
+        ("slime", {"kl_reward": "counts"}, None, None, ""),
+        ("slime", {"kl_reward": "whole"}, "kl", "kl_reward_mask", "everything after the prompt"),
+        ("nemo-rl", {"by_sample": True}, "advantages", "grouping", "of all first samples, then all second ones"),
+        ("nemo-rl", {"least": 0}, None, None, ""),
+        ("nemo-rl", {"least": 1}, "loss", "aggregation", "one for each row without a token"),
         ("slime", {"kl": -1}, "loss", "kl_estimator", "k3 of the exchanged arguments"),
         ("slime", {"kl_mask": "whole"}, "loss", "kl_mask", "everything after the prompt"),
         ("nemo-rl", {"mask": "whole"}, "loss", "policy_mask", "everything after the prompt"),

@@ -12,21 +12,8 @@ from areal_debug import Recorder
 STEPS, PROMPTS, SAMPLES = 12, 12, 4
 END, USER = "<|end|>", "<|user|>"
 WORDS = [
-    "we",
-    "look",
-    "at",
-    "the",
-    "sum",
-    "then",
-    "add",
-    "both",
-    "values",
-    "with",
-    "care",
-    "and",
-    "write",
-    "now",
-]
+    "we", "look", "at", "the", "sum", "then", "add", "both", "values", "with", "care", "and", "write", "now",
+]  # fmt: skip
 
 
 @dataclass

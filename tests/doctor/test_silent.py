@@ -1,12 +1,19 @@
-"""Terms that do nothing, counters and references that go back, end reasons, copies."""
+"""Terms that do nothing, counters and references that go back, end reasons, copies, masks, groups."""
 
 import json
+import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from areal_core.testing import make_tiny_tokenizer
 from areal_debug import Recorder
+from areal_debug.doctor.samples.read import read_rows
+from areal_debug.doctor.samples.sample_rules import examine_samples
+from recorder import open_record
+from recorder.reader import Damage
+from recorder.testing import gatherers
 
 from .runs import diagnosed
 
@@ -67,6 +74,9 @@ def test_a_weighted_term_that_is_always_0_is_named(tmp_path, config, value, is_a
         ("rollout/version", lambda s: s if s < 12 else s - 12, "D46", 12),
         ("rollout/version", lambda s: s, "D46", None),
         ("train/kl_loss", lambda s: 0.02 * (1 + s) if s < 12 else 1e-4 * (s - 11), "D47", 12),
+        ("train/lr", lambda s: 1e-6 * (1 + math.cos(math.pi * s / 10)), "D49", 10),
+        ("train/lr", lambda s: 1e-6 * (1 + math.cos(math.pi * s / 20)), "D49", None),
+        ("train/lr", lambda s: 1e-6 * (10 - s % 10), "D49", None),  # a restart
         ("train/kl_loss", lambda s: 0.02 * (1 + s) if s != 12 else 0.0, "D47", None),  # one value alone
     ],
 )
@@ -79,7 +89,9 @@ def test_counters_and_references_that_go_back_have_their_step(tmp_path, name, va
 def model(tmp_path):
     folder = tmp_path / "model"
     make_tiny_tokenizer().save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": END}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", "eos_token_id": END, "bos_token_id": 3})
+    )
     return folder
 
 
@@ -137,3 +149,77 @@ def test_a_value_of_a_row_that_is_not_finite_is_named_with_its_place(tmp_path, c
     assert found["D18"]["title"] == "rewards or log-probs of rows are not finite"
     assert found["D18"]["onset"] == 3
     assert " --step 3 --at 13.1" in found["D18"]["look"]
+
+
+def asked(row, number, rows, groups_of=4):
+    """Give each group of each step a prompt of its own."""
+    row["prompt_tokens"] = [3, 100 + row["versions"], 10 + number // groups_of, 2]
+
+
+def without(at):
+    def change(row, number, rows):
+        asked(row, number, rows)
+        row["loss_mask"] = [1] * len(row["completion_tokens"])
+        row["loss_mask"][at] = 0
+
+    return change
+
+
+def templated(row, number, rows):
+    without(0)(row, number, rows)
+    row["completion_tokens"][0] = 33
+
+
+def split(row, number, rows):
+    asked(row, number, rows)
+    row["group"] = number
+
+
+def alone(row, number, rows):
+    asked(row, number, rows, groups_of=1)
+    row["group"] = number
+
+
+def doubled(row, number, rows):
+    asked(row, number, rows)
+    row["prompt_tokens"].insert(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (without(-1), {"S14": "the end token is never in the loss mask"}),
+        (without(0), {"S14": "the first token of completions is never in the loss mask"}),
+        (split, {"S07": "samples of a prompt are not one group: each is a group of its own"}),
+        (doubled, {"S15": "rows begin with two begin tokens"}),
+        *((sound, {}) for sound in (asked, without(2), templated, alone)),
+    ],
+)
+def test_masks_groups_and_begin_tokens(tmp_path, model, change, says):
+    found, _ = doctor(write(tmp_path / "r", change=change, model=model))
+    assert {id: found[id]["title"] for id in ("S07", "S14", "S15") if id in found} == says
+
+
+@pytest.mark.parametrize("apart", [0, 4])
+def test_rows_of_data_on_several_ranks_are_named(tmp_path, apart):
+    def record(rank, gather):
+        with Recorder(tmp_path / "r", rank=rank, num_ranks=2, gather=gather) as recorder:
+            for step in range(6):
+                prompts = [[3, 100 + step, 10 + number + apart * rank, 2] for number in range(4)]
+                recorder.step(
+                    step, [{"prompt_tokens": p, "completion_tokens": [20, 30, END]} for p in prompts]
+                )
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(record, range(2), gatherers(2)))
+    rows = read_rows(open_record(tmp_path / "r"), Damage())
+    assert [one.alarm.title for one in examine_samples(rows)] == ["ranks train on the same rows"] * (
+        not apart
+    )
+
+
+def test_a_policy_that_equals_its_reference_is_named(tmp_path):
+    sides = ("rewards/chosen", "rewards/rejected")
+    for name, value in (("same", lambda s: 0.0), ("other", lambda s: 0.01 * s)):
+        found, _ = doctor(write(tmp_path / name, metrics=dict.fromkeys(sides, value)))
+        assert ("D50" in found) == (name == "same")

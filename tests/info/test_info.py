@@ -16,19 +16,8 @@ from tests.command_line import run as areal_debug
 run = partial(areal_debug, "info")
 
 EXTRAS = (
-    "train",
-    "query",
-    "archive",
-    "s3",
-    "sglang",
-    "ray",
-    "lora",
-    "trl",
-    "verl",
-    "wandb",
-    "trackio",
-    "mcp",
-)
+    "train", "query", "archive", "s3", "sglang", "ray", "lora", "trl", "verl", "wandb", "trackio", "mcp",
+)  # fmt: skip
 NOTHING_LACKS: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
 SCHEDULERS = {"SLURM": "srun", "Kubernetes": None, "ssh": None, "Ray": None}
 

@@ -82,6 +82,14 @@ def test_other_rewards_of_samples_that_both_pay_are_counted():
     assert sentence == "on which of 4 samples are paid; 1 have another reward"
 
 
+def test_one_reward_for_all_is_named():
+    found = report_of(
+        SimpleNamespace(path="r"), "f", [Scored(0, 0, k, 0.0, float(k % 2), "") for k in range(8)]
+    )
+    said = report_of_rescore(found).sentence
+    assert said.startswith("0 is the recorded reward of all of 8 samples, and f differs on 4: was it called")
+
+
 def test_a_prompt_finds_the_longest_row_inside_it():
     long = "How many litres are left in the tank after a day?"
     prompts = ("7+5=", "17+5=", long, f"{long} And after two?", "<|im_start|>user\n2*2=<|im_end|>")

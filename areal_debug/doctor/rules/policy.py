@@ -17,7 +17,7 @@ from areal_debug.doctor.rules.learning import (
     is_share,
     is_solved,
 )
-from areal_debug.doctor.series import NOTHING, Series, medians_between, running_medians
+from areal_debug.doctor.series import FEWEST_STEPS, NOTHING, Series, medians_between, running_medians
 
 NEIGHBOURS = 31  # steps whose median a gradient norm is compared with
 MULTIPLIED, LARGE = 30.0, 10.0  # times the first gradient norm, and a norm that no sound run ends at
@@ -27,6 +27,7 @@ FEWEST_SPIKES = 3  # two are found in short sound runs with stale samples
 EXPLODED = 10.0  # times the first loss of a critic
 GROWN = 1.5  # times its first level
 LEAST_EXPLAINED = 0.02  # variance of the returns
+ENDED, MIRRORED = 0.05, 0.1  # of the full learning rate: at its end, between both halves
 ABSURD = 1.0  # learning rate: Adam changes each weight by about as much in one update
 REPEATED = 5  # different losses, and how many come again: with four digits no chance
 NOT_SMALL = 0.5  # a supervised loss that does not become 0 in one step
@@ -60,6 +61,24 @@ def never_moves(run: Run) -> Alarm | None:
         variant=differ if "reward" in run.series else "supervised",
         since=int(series.steps[0]) if series is loss else onset(series, "down"),
     )
+
+
+def rate_rises_again(run: Run) -> Alarm | None:
+    """D49: the learning rate falls to its end, and rises again as it fell: its scheduler ran on."""
+    rate, options = run.finite("lr"), str(run.config).lower()
+    values = rate.values
+    if len(values) < ENOUGH_STEPS or "cycl" in options or "restart" in options:
+        return None
+    full = int(np.argmax(values >= values.max() / 2))
+    lowest = full + int(np.argmin(values[full:]))
+    fell, rose = values[full : lowest + 1], values[lowest:]
+    both = min(len(fell), len(rose))
+    is_mirrored = np.abs(fell[::-1][:both] - rose[:both]).max() < MIRRORED * values.max()
+    if both < FEWEST_STEPS or fell[-1] > ENDED * fell[0] or rose[-1] < values.max() / 4 or not is_mirrored:
+        return None
+    step = int(rate.steps[lowest])
+    found = f"it falls from {fell[0]:.3g} to {fell[-1]:.2g} at step {step}, and rises again to {rose[-1]:.3g}"
+    return alarm("D49", rate, found=found, evidence=rate.at([full, lowest, len(values) - 1]), since=step)
 
 
 def period_of(loss: Series) -> int:
@@ -365,6 +384,7 @@ RULES = (
     gradients_grow,
     numbers_that_are_none,
     never_moves,
+    rate_rises_again,
     entropy_collapses,
     entropy_rises,
     critic_fails,

@@ -11,7 +11,7 @@ from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import ENOUGH_STEPS
-from areal_debug.doctor.series import Series, running_medians
+from areal_debug.doctor.series import FEWEST_STEPS, Series, running_medians
 
 MEDIAN_OF = 3  # measurements of held-out rows
 # Share of the best held-out loss. The trend starts at the minimum, so significance is not enough.
@@ -157,7 +157,18 @@ def chosen_answers_lose_probability(run: Run) -> Alarm | None:
     )
 
 
+def policy_is_the_reference(run: Run) -> Alarm | None:
+    """D50: rewards of chosen and rejected answers are always 0, while gradients are not."""
+    both, norm = [run.finite(f"{side}_reward") for side in ("chosen", "rejected")], run.finite("grad_norm")
+    known = all(len(one.values) >= FEWEST_STEPS and not one.resolution for one in both)
+    if not known or not norm.sustained(lambda value: value > 0) or any(one.values.any() for one in both):
+        return None
+    found = f"{both[0].name} and {both[1].name} are 0 in all {len(both[0].values)} steps, the gradient norm is {norm.last:.2g}"
+    return alarm("D50", both[0], found=found, severity="error", since=int(both[0].steps[0]))
+
+
 RULES = (
+    policy_is_the_reference,
     loss_explodes,
     loss_does_not_fall,
     held_out_loss_rises,

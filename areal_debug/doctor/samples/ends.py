@@ -1,4 +1,4 @@
-"""S12 and S13: end reasons that contradict the last token, and samples that are copies."""
+"""S12 to S15: end reasons that contradict the last token, copies, tokens at the edges of a row."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_core.safety.received import read_received
-from areal_debug.doctor.samples.evidence import Finding, finding
+from areal_debug.doctor.samples.evidence import Finding, finding, has_support, share
 from areal_debug.doctor.samples.read import FIRST_WORD, Rows
 from recorder import Record
 
@@ -15,19 +15,25 @@ FEWEST, LEAST_SHARE = 4, 0.02  # rows that contradict, and their share of those 
 OWN_END = 0.9  # of the places of a token at which a row ends: then it is an end token, too
 MOST_ALIKE = 0.5  # of the contradicting rows end with one token: a stop string ends so
 COPIED_NATS = 12.0  # once in 160,000 pairs by chance
+NEARLY_ALL, NEARLY_HALF = 0.9, 0.45  # of the rows: of every one, or of all but a last batch
 
 
 def end_tokens(record: Record) -> frozenset[int]:
     """Return the end tokens that the model's own files and the record's options name."""
+    return tokens_named(record, "eos_token_id") | set(ids_named(record.header.config, "stop_token_ids"))
+
+
+def tokens_named(record: Record, name: str) -> frozenset[int]:
+    """Return the ids that the model's own files have under a name."""
     found: set[int] = set()
     folder = Path(record.header.model["path"] or "")
-    for name in ("config.json", "generation_config.json") if record.header.model["path"] else ():
+    for file in ("config.json", "generation_config.json") if record.header.model["path"] else ():
         try:
-            document = json.loads(read_received(folder / name))
+            document = json.loads(read_received(folder / file))
         except (OSError, ValueError):
             continue
-        found |= set(ids_named(document, "eos_token_id"))
-    return frozenset(found | set(ids_named(record.header.config, "stop_token_ids")))
+        found |= set(ids_named(document, name))
+    return frozenset(found)
 
 
 def ids_named(document: object, name: str) -> Iterator[int]:
@@ -80,20 +86,54 @@ def surprises(rows: Rows) -> np.ndarray:
 
 
 def are_copies(rows: Rows) -> Finding | None:
-    """S13: samples of one prompt in one step are equal, where chance makes them different."""
+    """S13: samples of a prompt and step are equal beyond chance, or ranks have equal rows of data."""
     flagged, surprise = np.zeros(len(rows), bool), surprises(rows)
-    among = (rows.lengths > 0) & (rows.content != 0) & (surprise > COPIED_NATS)
+    is_sampled = np.bincount(rows.row_of_token, np.isfinite(rows.logprobs), len(rows)) > 0
+    is_data = ~is_sampled & ~np.isfinite(rows.reward)
+    among = (rows.lengths > 0) & (rows.content != 0) & (is_data | (surprise > COPIED_NATS))
     seen: dict[tuple[int, int, bytes], list[int]] = {}
     for row in np.flatnonzero(among).tolist():
-        seen.setdefault((int(rows.step[row]), int(rows.content[row]), rows.tokens(row).tobytes()), []).append(
-            row
-        )
+        key = int(rows.step[row]), int(rows.content[row]), rows.tokens(row).tobytes()
+        seen.setdefault(key, []).append(row)
     for members in seen.values():
-        flagged[members] = len(members) > 1
+        places = rows.rank[members] if is_data[members].all() else members
+        flagged[members] = len(np.unique(places)) > 1
     if not enough(flagged, among):
         return None
-    found = (
-        f"{int(flagged.sum())} of {int(among.sum())} completions are copies of another one of their prompt and step, "
-        f"of {surprise[flagged].min():.0f} nats or more: equal seeds, or one answer counted twice"
-    )
-    return finding("S13", found, rows, flagged, among)
+    count = f"{int(flagged.sum())} of {int(among.sum())}"
+    if not (flagged & is_data).any():
+        found = (
+            f"{count} completions are copies of another one of their prompt and step, of "
+            f"{surprise[flagged].min():.0f} nats or more: equal seeds, or one answer counted twice"
+        )
+        return finding("S13", found, rows, flagged, among, title="sampled")
+    found = f"{count} rows are the same on several ranks of their step"
+    is_clear = has_support(rows, flagged) and share(flagged, among) > NEARLY_HALF
+    return finding("S13", found, rows, flagged, among, title="ranks") if is_clear else None
+
+
+def mask_leaves_out(rows: Rows) -> Finding | None:
+    """S14: the end token or the first token of nearly every completion is not in the loss mask."""
+    ends = [*end_tokens(rows.record)]
+    unended = np.isin(rows.unended, ends)
+    for title, flagged, among in (
+        ("end", unended, unended | np.isin(rows.last, ends)),
+        ("first", rows.skipped >= 0, (rows.prompt_length > 0) & (rows.lengths > 1)),
+    ):
+        if has_support(rows, flagged) and share(flagged, among) > NEARLY_ALL:
+            token = rows.unended if title == "end" else rows.skipped
+            alike = np.unique(token[flagged], return_counts=True)[1].max()
+            if title == "end" or alike <= MOST_ALIKE * flagged.sum():  # else of a template
+                what = f"the {'last' if title == 'end' else title} token of {int(flagged.sum())} of {int(among.sum())}"
+                found = f"{what} completions is not in the loss mask, and its neighbour is"
+                return finding("S14", found, rows, flagged, among, title=title)
+    return None
+
+
+def begins_twice(rows: Rows) -> Finding | None:
+    """S15: nearly every row begins with two begin tokens."""
+    flagged = np.isin(rows.doubled, [*tokens_named(rows.record, "bos_token_id")])
+    if not has_support(rows, flagged) or flagged.mean() < NEARLY_ALL:
+        return None
+    found = f"{int(flagged.sum())} of {len(rows)} rows begin with token {rows.doubled[flagged][0]} twice"
+    return finding("S15", found, rows, flagged, rows.lengths > 0)

@@ -16,6 +16,21 @@ LEAKED, SHORTEST_PREFIX, FEWEST_GROUPS = 0.5, 4, 8
 IMPOSSIBLE = -30.0  # log-probability that samples share their beginning by chance
 
 
+def split_groups(rows: Rows) -> Finding | None:
+    """S07: each row is a group of its own, and each prompt of a step comes several times."""
+    known = (rows.content != 0) & (rows.group >= 0) & np.isfinite(rows.reward)
+    if not has_support(rows, known) or len(np.unique(rows.group[known])) < known.sum():
+        return None
+    keys = np.stack([rows.step, rows.content])[:, known]
+    prompts, counts = np.unique(keys, axis=1, return_counts=True)
+    of_step = np.unique(prompts[0], return_counts=True)[1]
+    is_few = len(np.unique(prompts[1])) < 2 * of_step.max()  # then repeats cannot be avoided
+    if is_few or len(of_step) < FEWEST_STEPS or (times := np.gcd.reduce(counts)) < 2:
+        return None
+    found = f"each of {int(known.sum())} rows is a group of its own, and each prompt comes {times} times in its step"
+    return finding("S07", found, rows, known, known, title="split")
+
+
 def repeated_prompts(rows: Rows) -> Finding | None:
     """S07: several groups of one step have the same prompt, more than random draws would."""
     known = (rows.content != 0) & (rows.group >= 0)
@@ -42,7 +57,7 @@ def repeated_prompts(rows: Rows) -> Finding | None:
         f"{int(again.sum())} of {len(groups)} groups share their prompt with another group of the step; random draws "
         f"from {num_distinct} prompts would give {expected:.0f}"
     )
-    return finding("S07", found, rows, flagged, known)
+    return finding("S07", found, rows, flagged, known, title="repeated")
 
 
 def prompt_in_loss(rows: Rows) -> Finding | None:

@@ -6,7 +6,7 @@ in the loss mask in all. Memory and time are those of that many tokens, for a re
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,9 @@ class Rows:
         stopped: [n] bool: the end reason is known to be "stop".
         last: [n] the last token of the row, -1 if it is not in the loss mask.
         first: [n] position of the first token in the loss mask; `prompt_length`: [n], -1 unknown.
+        skipped: [n] the first token of the completion where only the next one is in the loss mask;
+            `unended`: the last token of the row where only the one before it is; `doubled`: the
+            token that a row begins with twice. -1 where there is none.
         bounds: [n + 1]; the tokens in the loss mask of row i are `ids[bounds[i]:bounds[i + 1]]`.
         logprobs: of the engine; `difference`: trainer minus engine. `ends`: the token is the last
             one of a turn.
@@ -51,6 +54,10 @@ class Rows:
     last: np.ndarray
     first: np.ndarray
     prompt_length: np.ndarray
+    rank: np.ndarray
+    skipped: np.ndarray
+    unended: np.ndarray
+    doubled: np.ndarray
     bounds: np.ndarray
     ids: np.ndarray
     logprobs: np.ndarray
@@ -132,8 +139,8 @@ class Rows:
         """Return some rows [n] bool."""
         tokens = kept[self.row_of_token]
         columns = {name: getattr(self, name)[tokens] for name in OF_TOKENS}
-        of_rows = ("step", "prompt", "sample", "group", "content", "reward", "truncated", "stopped", "last")
-        columns |= {name: getattr(self, name)[kept] for name in (*of_rows, "first", "prompt_length")}
+        others = {"record", "bounds", "words", *OF_TOKENS}
+        columns |= {one.name: getattr(self, one.name)[kept] for one in fields(self) if one.name not in others}
         return replace(self, bounds=np.append(0, np.cumsum(self.lengths[kept])), **columns)
 
     def groups(self, among: np.ndarray) -> list[np.ndarray]:
@@ -188,6 +195,7 @@ def read_rows(record: Record, damage: Damage) -> Rows | None:
 
 
 OF_TOKENS = ("ids", "logprobs", "difference", "ends")
+EDGES = ("skipped", "unended", "doubled")
 
 
 def steps_to_read(record: Record) -> tuple[list[int], int]:
@@ -249,7 +257,8 @@ def rows_of_rank(step: RecordedStep, rank: int, words: dict[str, int]) -> list[d
             else -1,
             "first": int(trained[0]) if len(trained) else 0,
             "prompt_length": int(lengths[row]) if lengths is not None and lengths_known[row] else -1,
-        }
+            "rank": rank,
+        } | dict.fromkeys(EDGES, -1)
         if known["input_ids"][row] and known["loss_mask"][row] and len(trained):
             ids = arrays["input_ids"][here]
             engine = arrays["logprobs"][here][trained].astype(np.float32)
@@ -259,6 +268,12 @@ def rows_of_rank(step: RecordedStep, rank: int, words: dict[str, int]) -> list[d
             if trainer is not None:
                 own = trainer[here][trained].astype(np.float32) - engine
             prompt = ids[: trained[0]]
+            if 0 < facts["prompt_length"] == len(prompt) - 1:
+                facts["skipped"] = int(prompt[-1])
+            if trained[-1] == len(ids) - 2:
+                facts["unended"] = int(ids[-1])
+            if len(ids) > 2 and ids[0] == ids[1] != ids[2]:
+                facts["doubled"] = int(ids[0])
             facts |= {
                 "content": hash(prompt.tobytes()) if len(prompt) else 0,
                 "ids": ids[trained].astype(np.int32),

@@ -3,20 +3,23 @@
 from collections.abc import Callable
 
 from areal_debug.doctor.samples.control_tokens import control_token_spike
-from areal_debug.doctor.samples.ends import are_copies, reasons_contradict
+from areal_debug.doctor.samples.ends import are_copies, begins_twice, mask_leaves_out, reasons_contradict
 from areal_debug.doctor.samples.evidence import Finding
 from areal_debug.doctor.samples.lengths import length_is_paid, truncated_is_paid
 from areal_debug.doctor.samples.loops import repeats_itself
 from areal_debug.doctor.samples.marks import broken_format, chosen_texts, contradicts, hedges
 from areal_debug.doctor.samples.phrases import magic_phrase
 from areal_debug.doctor.samples.positions import differs_by_position
-from areal_debug.doctor.samples.prompt_tokens import prompt_in_loss, repeated_prompts
+from areal_debug.doctor.samples.prompt_tokens import prompt_in_loss, repeated_prompts, split_groups
 from areal_debug.doctor.samples.read import Rows
 
 OF_ROWS: tuple[Callable[[Rows], Finding | None], ...] = (
     repeated_prompts,
+    split_groups,
     reasons_contradict,
     are_copies,
+    mask_leaves_out,
+    begins_twice,
     magic_phrase,
     length_is_paid,
     repeats_itself,
