@@ -82,7 +82,8 @@ def find_stale_tensors(
     """Find the tensors whose old values explain the engine's log-probs; None if none do.
 
     The effects of single tensors are added up, beginning with the nearer of both versions: right
-    for small updates. The set that is found is then scored as a whole.
+    for small updates. The set that is found is then scored as a whole, also with the other tensors of
+    its modules and of its layers: those of one module multiply each other.
     """
     engine = rows.engine_logprobs[rows.scored]
     names = tuple(name for name, _ in now.model.named_parameters())
@@ -107,11 +108,19 @@ def find_stale_tensors(
     if len(chosen) == 1 and len(chosen[0]) > 1:  # one layer: which of its tensors
         chosen = add_up(engine, start, {(name,): effect((name,)) for name in chosen[0]}) or chosen
     moved = {name for group in chosen for name in group}
-    stale = tuple(name for name in names if (name in moved) != is_nearer_old)
-    if not moved or not stale:
-        return None
-    found = fit("tensors of the version before", engine, base, logprobs(stale))
-    return StaleTensors(stale, len(names), found)
+    found: list[StaleTensors] = []
+    for whole in (str, of_module, module_of):
+        places = set(map(whole, moved))
+        stale = tuple(name for name in names if (whole(name) in places) != is_nearer_old)
+        if moved and stale and all(stale != one.names for one in found):
+            fitted = fit("tensors of the version before", engine, base, logprobs(stale))
+            found.append(StaleTensors(stale, len(names), fitted))
+    return max(found, key=lambda one: one.fit.nats, default=None)
+
+
+def of_module(name: str) -> str:
+    """Return the module that a parameter's own module is in, such as `model.layers.1.mlp`."""
+    return name.rsplit(".", 2)[0]
 
 
 def module_of(name: str) -> str:
