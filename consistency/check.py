@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from consistency.alternatives.images import prepare_images
-from consistency.alternatives.probes import ProbeInputs, noise_of_engine, noise_of_tokens, run_probes
+from consistency.alternatives.probes import (
+    ProbeInputs,
+    noise_of_engine,
+    noise_of_tokens,
+    probe_dtype,
+    run_probes,
+)
 from consistency.case import DTYPES, Request, Setting, explain
 from consistency.causes import Finding
 from consistency.diagnose import Diagnosis, diagnose, with_derived
@@ -91,6 +97,7 @@ def check(
     sequences = concatenate(list(sampled.chunks.values()))
     setting = setting_of(sampling, scorer.model.config, temperature, dtype, sampled.version)
     setting = replace(setting, added_token_ids=frozenset(added_tokens(request.model)))
+    published = setting.noise
     if rescorer is None:
         engine = sequences.engine_logprobs[sequences.scored]
         setting = replace(setting, noise=noise_of_tokens(setting.noise, engine, scores.logprob))
@@ -110,8 +117,11 @@ def check(
         trainer_check = compare_trainer(engine, sampled.trainer, scores.logprob)
         refuse_other_model(trainer_check, with_derived(replays, sequences, ()), setting, request.model)
         if trainer_check is not None and trainer_check.is_at_fault(setting.noise.mean_abs):
-            how = explain_trainer(scorer, sequences, sampled.trainer, setting)
-            trainer_check = replace(trainer_check, explanation=how)
+            how, rounding = explain_trainer(scorer, sequences, sampled.trainer, setting), 0.0
+            if not how and trainer_check.trainer_model <= NOISE_FACTOR * published.mean_abs:
+                other = probe_dtype(ProbeInputs(scorer, rows, request, setting, dtype))[0]
+                rounding = float(np.abs(other.logprobs - replays.base).mean())
+            trainer_check = replace(trainer_check, explanation=how, rounding=rounding)
     diagnose_with = partial(
         diagnose,
         sequences,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from consistency.case import Case, Setting
+from consistency.case import MIN_GAIN_OF_SQUARES, Case, Setting
 from consistency.causes import Finding
 from consistency.checks.numerics import THIN
 from consistency.checks.recognise import CHECKS, in_logprobs, log_units
@@ -131,12 +131,15 @@ def with_derived(replays: Replays, sequences: Sequences, alternatives: Sequence[
     ]
     place = np.concatenate([np.arange(count) for count in np.unique(row, return_counts=True)[1]])
     forbidden = [forbidden_initially(engine, base, p, place) for p in replays.predictions if p.cause == "R06"]
-    every = [*(p for p in replays.predictions if p.cause != "R06"), *derived, *forbidden]
+    every = (*(p for p in replays.predictions if p.cause != "R06"), *derived, *forbidden)
     whole = sorted((p for p in every if not p.rows), key=lambda p: p.cause)
     groups = [list(group) for _, group in itertools.groupby(whole, key=lambda p: p.cause)]
     mixed = [found for group in groups if (found := of_some_rows(engine, base, row, group)) is not None]
     least = min(mixed, key=lambda p: mean_square(engine, p.logprobs), default=None)
-    return replace(replays, predictions=(*every, *([] if least is None else [least])))
+    # Each row has a number of its own, which fits some rows by chance: the others must be right as well.
+    if least is None or mean_square(engine, least.logprobs) * MIN_GAIN_OF_SQUARES > mean_square(engine, base):
+        return replace(replays, predictions=every)
+    return replace(replays, predictions=(*every, least))
 
 
 def by_row(base: Floats, row: Ints, changed: Callable[[Floats], Any]) -> Floats:

@@ -90,7 +90,8 @@ def mean_distance(left: Floats, right: Floats) -> float:
 class TrainerCheck:
     """Mean |difference| over `num_tokens`.
 
-    `explanation` is the replayed hypothesis that gives the trainer's logprobs, "" without one.
+    `explanation` is the replayed hypothesis that gives the trainer's logprobs, "" without one;
+    `rounding`, what another dtype changes, where that of the trainer is not known.
     """
 
     num_tokens: int
@@ -98,10 +99,11 @@ class TrainerCheck:
     trainer_model: float
     engine_model: float
     explanation: str = ""
+    rounding: float = 0.0
 
     def is_at_fault(self, level: float) -> bool:
         """Return whether the trainer is farther from the model than noise and than the engine."""
-        return self.trainer_model > NOISE_FACTOR * max(level, self.engine_model)
+        return self.trainer_model > NOISE_FACTOR * max(level, self.engine_model, self.rounding)
 
     def is_of_other_model(self, level: float) -> bool:
         """Return whether trainer and engine agree, and the model is far from both."""

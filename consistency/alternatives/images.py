@@ -302,17 +302,11 @@ def size_options(own: VisionProcessor) -> list[tuple[str, dict[str, Any]]]:
         return []
     lower = sorted({*LEAST_PIXELS, *(int(least * part) for part in PARTS_OF_LIMIT)} - {least})
     upper = sorted({*MOST_PIXELS, *(int(most * part) for part in PARTS_OF_LIMIT)} - {most})
+    limits = [("most", "longest_edge", pixels) for pixels in upper if pixels >= least]
+    limits += [("least", "shortest_edge", pixels) for pixels in lower if pixels <= most]
     return [
-        *(
-            (f"images of at most {pixels} pixels", {"size": changed_size(size, longest_edge=pixels)})
-            for pixels in upper
-            if pixels >= least
-        ),
-        *(
-            (f"images of at least {pixels} pixels", {"size": changed_size(size, shortest_edge=pixels)})
-            for pixels in lower
-            if pixels <= most
-        ),
+        (f"images of at {side} {pixels} pixels", {"size": changed_size(size, **{edge: pixels})})
+        for side, edge, pixels in limits
     ]
 
 

@@ -12,10 +12,12 @@ from functools import partial
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 
 from areal_core.engine.routers import Routers
 from areal_core.errors import ModelError
-from consistency.alternatives.images import image_alternatives, tower_alternative, with_repeats
+from areal_core.trainer.build import load_tokenizer_at
+from consistency.alternatives.images import image_alternatives, tower_alternative
 from consistency.alternatives.variants import Variant, best_of, scanned, scored_with, variant_alternatives
 from consistency.case import DTYPES, Request, Setting
 from consistency.diagnose import Diagnosis, is_accusation
@@ -60,6 +62,7 @@ class ProbeInputs:
 
 
 Probe = Callable[[ProbeInputs], list[Prediction]]
+Change = Callable[[list[int]], list[int]]  # of the ids of a prompt
 
 
 def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tuple[Diagnosis, Setting]:
@@ -239,16 +242,15 @@ def cut_prompts(scorer: Scorer, rows: Sequences, temperature: float) -> list[Pre
     worst = select_rows(rows, bad[np.argsort(-means[bad], kind="stable")][:ROWS_TO_TRY])
     engine = worst.engine_logprobs[worst.scored]
 
-    def miss(cut: tuple[int, str]) -> float:
-        changed = with_repeats(worst, prompts_kept(worst, *cut))
-        predicted = score_logprobs(scorer, changed, temperature=temperature)
-        return float(bounded(engine - predicted).mean())
+    def cut(of: Sequences, count: int, side: str) -> Floats:
+        kept = slice(count) if side == "first" else slice(-count, None)
+        return score_logprobs(scorer, with_prompts(of, lambda ids: ids[kept]), temperature=temperature)
 
     counts = sorted(one for one in {*near, *COMMON_CUTS} if one < shortest)
-    count, side = min(((one, side) for one in counts for side in ("first", "last")), key=miss)
-    changed = with_repeats(rows, prompts_kept(rows, count, side))
+    tried = ((one, side) for one in counts for side in ("first", "last"))
+    count, side = min(tried, key=lambda of: float(bounded(engine - cut(worst, *of)).mean()))
     name = f"prompts cut to their {side} {count} tokens"
-    return [Prediction("R16.cut", name, 0.0, score_logprobs(scorer, changed, temperature=temperature))]
+    return [Prediction("R16.cut", name, 0.0, cut(rows, count, side))]
 
 
 def prompt_lengths(rows: Sequences) -> Ints:
@@ -256,12 +258,18 @@ def prompt_lengths(rows: Sequences) -> Ints:
     return np.array([np.argmax(rows.sampled[rows.row(one)]) for one in range(rows.num_rows)])
 
 
-def prompts_kept(rows: Sequences, count: int, side: str) -> Ints:
-    """Return 0 for tokens of prompts that are cut off, 1 for all others; int64 [tokens]."""
-    row = rows.row_of_token
-    place, length = np.arange(len(row)) - rows.cu_seqlens[row], prompt_lengths(rows)[row]
-    is_cut = place < length - count if side == "last" else (place >= count) & (place < length)
-    return np.where(is_cut, 0, 1)
+def with_prompts(rows: Sequences, change: Change) -> Sequences:
+    """Give each row the prompt that a function makes of its own."""
+    at, ids, is_prompt = [], [], []
+    for row, length in enumerate(prompt_lengths(rows).tolist()):
+        tokens = np.arange(*rows.cu_seqlens[row : row + 2])
+        prompt = change(rows.input_ids[tokens[:length]].tolist())
+        at.append(np.concatenate([np.repeat(tokens[:1], len(prompt)), tokens[length:]]))
+        ids.append(np.array([*prompt, *rows.input_ids[tokens[length:]]], np.int64))
+        is_prompt.append(np.arange(len(ids[-1])) < len(prompt))
+    changed = rows.of_tokens(np.concatenate(at), np.cumsum([0, *map(len, at)]))
+    sampled = changed.sampled & ~np.concatenate(is_prompt)
+    return replace(changed, input_ids=np.concatenate(ids), sampled=sampled)
 
 
 def after_prefix(inputs: ProbeInputs, other: Scorer, row: int, places: Ints, length: int) -> Floats:
@@ -308,26 +316,60 @@ def bos_alternatives(
     if bos_token_id is None:
         return []
     first = sequences.input_ids[sequences.cu_seqlens[:-1]]
-    changes: dict[str, int | None] = {"BOS that the record lacks": bos_token_id}
+    add, drop = (lambda ids: [bos_token_id, *ids]), (lambda ids: ids[1:])
+    changes: dict[str, Change] = {"BOS that the record lacks": add}
     if (first == bos_token_id).all():
-        changes = {"double BOS": bos_token_id, "missing BOS": None}
-    found = [(name, with_begin(sequences, token_id)) for name, token_id in changes.items()]
+        changes = {"double BOS": add, "missing BOS": drop}
+    return with_other_prompts(scorer, sequences, "R15", changes, temperature)
+
+
+def with_other_prompts(
+    scorer: Scorer, rows: Sequences, cause: str, changes: dict[str, Change], temperature: float
+) -> list[Prediction]:
+    """Score with each change of the prompts that leaves every sampled token a predecessor."""
+    found = [(name, with_prompts(rows, change)) for name, change in changes.items()]
     return [
-        Prediction("R15", name, 0.0, score_logprobs(scorer, changed, temperature=temperature))
+        Prediction(cause, name, 0.0, score_logprobs(scorer, changed, temperature=temperature))
         for name, changed in found
-        if len(changed.scored) == len(sequences.scored)
+        if len(changed.scored) == len(rows.scored)
     ]
 
 
-def with_begin(sequences: Sequences, token_id: int | None) -> Sequences:
-    """Put a token before each row, or leave the first one out for None."""
-    repeats = np.ones(len(sequences.input_ids), np.int64)
-    repeats[sequences.cu_seqlens[:-1]] = 0 if token_id is None else 2
-    changed = with_repeats(sequences, repeats)
-    if token_id is not None:
-        begins = changed.cu_seqlens[:-1]
-        changed.input_ids[begins], changed.sampled[begins] = token_id, False
-    return changed
+MESSAGE = "a message"  # in whose place the chat template is looked at
+NO_THOUGHTS = "<think>\n\n</think>\n\n"
+
+
+def template_alternatives(inputs: ProbeInputs) -> list[Prediction]:
+    """Score with prompts in another rendering of the model's chat template (R16)."""
+    message = [{"role": "user", "content": MESSAGE}]
+    try:
+        tokenizer = load_tokenizer_at(inputs.request.model)
+        whole, without = (
+            str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=one))
+            for one in (True, False)
+        )
+    except (ModelError, ValueError, TemplateError):  # no tokenizer, no template, or one of other messages
+        return []
+    encode: Callable[[str], list[int]] = partial(tokenizer.encode, add_special_tokens=False)
+    before, _, after = whole.partition(MESSAGE)
+    head, tail, begin, none = map(encode, (before, after, whole.removeprefix(without), NO_THOUGHTS))
+    changes: dict[str, Change] = {
+        "the chat template applied again": lambda ids: [*head, *ids, *tail],
+        "no chat template": lambda ids: stripped(stripped(ids, tail, -1), head, 1),
+        "the generation prompt added": lambda ids: [*ids, *begin],
+        "no generation prompt": lambda ids: stripped(ids, begin, -1),
+        "an empty block of thoughts added": lambda ids: [*ids, *none],
+    }
+    if inputs.rows.images is not None:
+        return []
+    return with_other_prompts(inputs.scorer, inputs.rows, "R16.template", changes, inputs.setting.temperature)
+
+
+def stripped(ids: list[int], part: list[int], side: int) -> list[int]:
+    """Leave out a part that ids begin (side 1) or end (-1) with."""
+    if not part or ids[::side][: len(part)] != part[::side]:
+        return ids
+    return ids[len(part) :] if side == 1 else ids[: -len(part)]
 
 
 def noise_of_model(published: Noise, other_dtype: Prediction, replays: Replays) -> Noise:
@@ -366,12 +408,9 @@ def noise_of_engine(published: Noise, rescoring: Rescoring) -> Noise:
     variation = NOISE_MARGIN * rescoring.engine_repeat
     if not variation > published.mean_abs:
         return published
-    return Noise(
-        f"{published.name}, on this engine",
-        variation,
-        max(published.k3, variation**2),
-        f"two engine scorings of the same tokens differ by {rescoring.engine_repeat:.2g} on average",
-    )
+    source = f"two engine scorings of the same tokens differ by {rescoring.engine_repeat:.2g} on average"
+    k3_most = max(published.k3, variation**2)
+    return Noise(f"{published.name}, on this engine", variation, k3_most, source)
 
 
 def expert_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
@@ -442,6 +481,7 @@ PROBES: tuple[Probe, ...] = (
     probe_dtype,
     of_model(expert_alternatives),
     lambda i: bos_alternatives(i.scorer, i.rows, i.setting.bos_token_id, i.setting.temperature),
+    template_alternatives,
     of_model(image_alternatives),
     of_model(prompt_alternatives),
     of_model(cut_prompts),

@@ -6,6 +6,7 @@ taken back. All are screened on few tokens; the one that fits best is scored on 
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ FACTORS = (0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
 REFINEMENTS, POINTS = 3, 5  # of a scanned number
 EPSILONS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 MOST_LAYERS = 48  # beyond it, only the first and the last are skipped
+WINDOW, WIDEST = "sliding_window", 1 << 30  # tokens
 
 Hook = Callable[..., Any]
 
@@ -125,10 +127,13 @@ def variants_of(model: Any) -> Iterator[Variant]:
 
 
 def rotary_variants(model: Any) -> Iterator[Variant]:
-    own = rotary_base(model)
-    if own is not None:
-        yield from scanned(partial(based, model), BASES, own)
-        yield from (scaled(model, factor) for factor in FACTORS)
+    groups = frequencies(model)
+    every = [buffer for buffers in groups.values() for buffer in buffers]
+    for of, buffers in (groups | {"": every}).items():
+        own = rotary_base(buffers)
+        if own is not None:
+            yield from scanned(partial(based, buffers, own, of), BASES, own)
+            yield from (scaled(buffers, of, factor) for factor in FACTORS)
     yield from plain_rotations(model)
     tables = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
     yield from scanned(partial(larger_table, tables), TABLE_SIZES, 1.0)
@@ -159,43 +164,51 @@ def changed_table(change: Callable[..., Any], module: nn.Module, args: Any, kwar
     return change(*table)
 
 
-def frequencies(model: Any) -> list[Tensor]:
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+def frequencies(model: Any) -> dict[str, list[Tensor]]:
+    """Return the tables of frequencies by the layers that they are of, "" if of all."""
+    found: dict[str, list[Tensor]] = {}
+    for name, buffer in model.named_buffers():
+        kind, is_table, _ = name.rpartition(".")[2].replace("original_", "").partition("inv_freq")
+        if is_table:
+            found.setdefault(kind and f" of {kind[:-1]} layers", []).append(buffer)
+    return found
 
 
-def rotary_base(model: Any) -> float | None:
-    found = [buffer for buffer in frequencies(model) if buffer.numel() > 1]
+def rotary_base(buffers: list[Tensor]) -> float | None:
+    found = [buffer for buffer in buffers if buffer.numel() > 1]
     if not found or not 0 < float(found[0][1]) < 1:
         return None
     return float(found[0][1].double() ** -len(found[0]))
 
 
-def based(model: Any, base: float) -> Variant:
+def based(buffers: list[Tensor], own: float, of: str, base: float) -> Variant:
     """Return the model with another rotary base."""
-    own = rotary_base(model)
-    assert own is not None
     power = float(np.log(base) / np.log(own))
-    values = [(buffer, lambda old: (old.double() ** power).to(old)) for buffer in frequencies(model)]
-    return Variant("R49", f"rotary base {base:.3g} (the model's base is {own:.3g})", list(values))
+    values = [(buffer, lambda old: (old.double() ** power).to(old)) for buffer in buffers]
+    return Variant("R49", f"rotary base {base:.3g}{of} (the model's base is {own:.3g})", list(values))
 
 
-def scaled(model: Any, factor: float) -> Variant:
+def scaled(buffers: list[Tensor], of: str, factor: float) -> Variant:
     """Return the model whose positions are divided by a factor."""
-    values = [(buffer, lambda old: old / factor) for buffer in frequencies(model)]
-    return Variant("R49", f"positions divided by {factor:g}", list(values))
+    values = [(buffer, lambda old: old / factor) for buffer in buffers]
+    return Variant("R49", f"positions{of} divided by {factor:g}", list(values))
 
 
 def plain_rotations(model: Any) -> Iterator[Variant]:
     """Yield positions without the config's scaling, and of the whole head where a part is rotated."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    base: Any = rope.get("rope_theta")
-    every, tables = (attentions(model), frequencies(model.get_decoder())) if base is not None else ([], [])
+    every = attentions(model)
     scales = [(one, "attention_scaling", 1.0) for one in model.modules() if hasattr(one, "attention_scaling")]
-    for name, whole in (("without the scaling of the config", 0), ("of the whole head", 1)):
-        count = whole * head_size(model, every[0]) // 2 if every else 0
-        values = [(one, partial(ladder, base, count or len(one))) for one in tables]
-        parts = [(one, "rotary_ndims", 2 * count) for one in every if whole and hasattr(one, "rotary_ndims")]
-        yield Variant("R49", f"rotary positions {name}", list(values), [*scales, *parts])
+    for of, tables in frequencies(model.get_decoder()).items():
+        own = rope.get(of.split()[1]) if of else rope
+        base: Any = own.get("rope_theta") if isinstance(own, dict) else None
+        for name, whole in (("without the scaling of the config", 0), ("of the whole head", 1)):
+            count = whole * head_size(model, every[0]) // 2 if every else 0
+            values = [(one, partial(ladder, base, count or len(one))) for one in tables if base is not None]
+            parts = [
+                (one, "rotary_ndims", 2 * count) for one in every if whole and hasattr(one, "rotary_ndims")
+            ]
+            yield Variant("R49", f"rotary positions{of} {name}", list(values), [*scales, *parts])
 
 
 def ladder(base: float, count: int, old: Tensor) -> Tensor:
@@ -346,10 +359,8 @@ ACTIVATIONS: dict[str, nn.Module] = {
     "gelu by tanh": nn.GELU(approximate="tanh"),
     "relu": nn.ReLU(),
 }
-# Options of modules: what another value does, their names and type, and the other value.
+# Options of modules and configs: what another value does, their names and type, and the other value.
 OPTIONS: tuple[tuple[str, str, type, Callable[[Any], Any]], ...] = (
-    ("no scaling of attention scores", "scaling", float, lambda old: 1.0),
-    ("attention scores divided by the head size", "scaling", float, lambda old: old**2),
     ("no soft cap of attention scores", "attn_logit_softcapping", float, lambda old: None),
     *(
         (f"the activation {name}", "act_fn", nn.Module, lambda old, new=new: new)
@@ -358,17 +369,31 @@ OPTIONS: tuple[tuple[str, str, type, Callable[[Any], Any]], ...] = (
     *((f"norms with epsilon {e:.0e}", "variance_epsilon eps", float, lambda old, e=e: e) for e in EPSILONS),
     ("1 expert more a token", "top_k", int, lambda old: old + 1),
     ("1 expert less a token", "top_k", int, lambda old: max(old - 1, 1)),
-    ("weights of experts without their scale", "routed_scaling_factor", float, lambda old: 1.0),
     ("weights of experts normalised the other way", "norm_topk_prob norm_topk", bool, lambda old: not old),
+    ("attention beside the MLP, or before it", "use_parallel_residual", bool, lambda old: not old),
+    ("attention without its window", WINDOW, int, lambda old: WIDEST),
+    ("a window one token wider", WINDOW, int, lambda old: old + 1),
+    ("a window one token narrower", WINDOW, int, lambda old: max(old - 1, 1)),
 )
+# Numbers that modules multiply by.
+FACTOR = re.compile("scal|multipl|factor|alpha")
 
 
 def option_variants(model: Any) -> Iterator[Variant]:
+    known = [one for module in model.modules() for one in (module, getattr(module, "config", None))]
+    unique = {id(one): one for one in known if one is not None}.values()
     for title, names, kind, change in OPTIONS:
-        owners = [(one, name) for one in model.modules() for name in names.split()]
-        options = [(one, name, getattr(one, name, None)) for one, name in owners]
+        options = [(one, name, getattr(one, name, None)) for one in unique for name in names.split()]
         changed = [(one, name, change(old)) for one, name, old in options if isinstance(old, kind)]
-        yield Variant("R54", title, attributes=changed)
+        yield Variant("R52.variant" if names == WINDOW else "R54", title, attributes=changed)
+    every = [(one, name, value) for one in model.modules() for name, value in vars(one).items()]
+    for factor in dict.fromkeys(name for _, name, value in every if isinstance(value, float)):
+        found = [(one, factor, value) for one, name, value in every if name == factor]
+        if FACTOR.search(factor):
+            title = f"{factor} of {type(found[0][0]).__name__}"
+            left_out, twice = ([(one, name, old**power) for one, name, old in found] for power in (0, 2))
+            yield Variant("R54", f"{title} left out", attributes=left_out)
+            yield Variant("R54", f"{title} applied twice", attributes=twice)
 
 
 def norm_variants(model: Any) -> Iterator[Variant]:
@@ -381,6 +406,17 @@ def norm_variants(model: Any) -> Iterator[Variant]:
     for names in (*((one,) for one in dict.fromkeys(name for name, _ in norms)), ("q_norm", "k_norm")):
         hooks = [(module, skip) for name, module in norms if name in names]
         yield Variant("R25.variant", f"{' and '.join(names)} skipped", hooks=list(hooks))
+    of_all_heads = [module for name, module in norms if name in ("q_norm", "k_norm")]
+    for count in SHARDS:
+        hooks = [(one, partial(over_ranks, count)) for one in of_all_heads if len(one.weight) % count == 0]
+        yield Variant("R54", f"q_norm and k_norm over each of {count} ranks alone", hooks=list(hooks))
+
+
+def over_ranks(count: int, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    """Divide each rank's part of the features by its own root mean square."""
+    squares = args[0].float().pow(2).unflatten(-1, (count, -1)).mean(-1, keepdim=True)
+    change = (squares.mean(-2, keepdim=True) / squares).sqrt()
+    return (output.unflatten(-1, (count, -1)) * change).flatten(-2).to(output.dtype)
 
 
 def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -468,6 +504,9 @@ def expert_variants(model: Any) -> Iterator[Variant]:
     names = ("shared_expert", "shared_experts")
     shared = [module for name, module in model.named_modules() if name.endswith(names)]
     yield Variant("R25.variant", "the shared expert skipped", hooks=[(module, zeros) for module in shared])
+    gates = [module for name, module in model.named_modules() if name.endswith("shared_expert_gate")]
+    opened = [(gate, lambda *args: torch.full_like(args[-1], 100.0)) for gate in gates]  # of a sigmoid
+    yield Variant("R54", "the shared expert without its gate", hooks=list(opened))
 
 
 def without_shard(rank: int, count: int, old: Tensor) -> Tensor:

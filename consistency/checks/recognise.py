@@ -333,8 +333,8 @@ def one_tensor_differs(case: Case) -> Finding | None:
         return None
     if case.setting.has_experts and case.setting.noise.name != "float32" and case.mean_abs <= case.level:
         return None  # ordinary rounding: of few experts, which then stand out
-    if one_worker_differs(case) is not None:
-        return None  # all rows of an engine have the same weights
+    if one_worker_differs(case) is not None or policy_moved(case) is not None:
+        return None  # all rows of an engine, and of a version, have the same weights
     weighed = f"a change of {found.name} explains which tokens differ, and leaves {found.noise:.0%} of the difference as noise"
     if found.is_open:
         return finding(
@@ -435,7 +435,7 @@ def one_worker_differs(case: Case) -> Finding | None:
         return finding(
             "R34", sure, bad=means[bad].mean(), names=names[bad].tolist(), clean=means[~bad].mean()
         )
-    if not case.unexplained:
+    if not case.unexplained or policy_moved(case) is not None:
         return None
     mean = breaks(case.table).mean
     bad, clean = mean > BAD_RATIO * case.level, mean < 1.5 * case.level

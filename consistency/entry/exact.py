@@ -103,17 +103,9 @@ class Certificate:
         for check in checks:
             if first := check["first"]:
                 first |= {"engine": first["engine"].hex(), "trainer": first["trainer"].hex()}
-        return {
-            "certificate": FORMAT,
-            "verdict": self.verdict,
-            "num_tokens": self.num_tokens,
-            "num_different": self.num_different,
-            "max_abs_difference": self.max_abs.hex(),
-            "engine": self.engine,
-            "model": self.model,
-            "versions": self.versions,
-            "checks": checks,
-        }
+        names = ("verdict", "num_tokens", "num_different", "engine", "model", "versions")
+        facts = {name: getattr(self, name) for name in names}
+        return {"certificate": FORMAT, **facts, "max_abs_difference": self.max_abs.hex(), "checks": checks}
 
 
 def hash_model(folder: Path) -> str:

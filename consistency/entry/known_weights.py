@@ -95,9 +95,8 @@ class KnownWeights:
         size = self._own[f"{layer}.weight"].shape
         generator, scale = seeded(f"{kind} {layer}"), float(self._own[f"{layer}.weight"].float().abs().mean())
         down = torch.randn(ADAPTER_RANK, size[1], generator=generator)
-        return down, ADAPTER_CHANGE * self.change * scale * torch.randn(
-            size[0], ADAPTER_RANK, generator=generator
-        )
+        up = torch.randn(size[0], ADAPTER_RANK, generator=generator)
+        return down, ADAPTER_CHANGE * self.change * scale * up
 
     @torch.no_grad()
     def load(self, weights: WeightSet) -> None:

@@ -307,18 +307,12 @@ def suspect_weights(tokens: Tokens, now: Scorer, base: Floats) -> tuple[Suspect 
         stale = find_stale_tensors(now, tokens.load(keys[0]), rows, tokens.temperature)
     if stale is not None and stale.fit.nats > max(best.nats, 0) + LEAST_NATS:
         cause = f"partial weights: {stale.describe()} of version {keys[0]} in the engine, {tokens.version} expected"
-        return suspect_of(
-            tokens,
-            "weights",
-            cause,
-            stale.fit,
-            f"with {len(stale.names)} of {stale.num_tensors} tensors of version {keys[0]}",
-        ), ""
+        which = f"with {len(stale.names)} of {stale.num_tensors} tensors of version {keys[0]}"
+        return suspect_of(tokens, "weights", cause, stale.fit, which), ""
     if best.nats > LEAST_NATS:
         if best.name == BASE:
-            return suspect_of(
-                tokens, "adapter", "the adapter is missing in the engine", best, "of the base model"
-            ), ""
+            cause = "the adapter is missing in the engine"
+            return suspect_of(tokens, "adapter", cause, best, "of the base model"), ""
         behind = tokens.version - int(best.name)
         cause = (
             f"stale weights: version {best.name} in the engine, {tokens.version} expected ({behind} behind)"
@@ -327,10 +321,8 @@ def suspect_weights(tokens: Tokens, now: Scorer, base: Floats) -> tuple[Suspect 
     moved = np.minimum(np.abs(predicted[keys[0]] - base), 5.0)
     visible = nats_gained(engine, base + moved, base)
     if visible < SURE_NATS:
-        return (
-            None,
-            f"; weights of version {keys[0]} would change them by {moved.mean():.1g} only, too little to be seen",
-        )
+        change = f"{moved.mean():.1g} only, too little to be seen"
+        return None, f"; weights of version {keys[0]} would change them by {change}"
     return None, ""
 
 
@@ -458,14 +450,12 @@ def decide(left: Examined, right: Examined) -> EngineAnswer:
     facts = (f"A: {left.facts}", f"B: {right.facts}")
     one, other = left.suspect, right.suspect
     if one is not None and other is not None:
-        if (one.kind, one.cause) == (other.kind, other.cause):
-            cause = f"{one.cause}, in both engines alike: it does not explain their difference"
-            return EngineAnswer(
-                "both", one.kind, cause, "low", (f"A: {one.evidence}", f"B: {other.evidence}")
-            )
+        is_same = (one.kind, one.cause) == (other.kind, other.cause)
         cause = f"A: {one.cause}; B: {other.cause}"
+        if is_same:
+            cause = f"{one.cause}, in both engines alike: it does not explain their difference"
         kind = one.kind if one.kind == other.kind else "other"
-        weaker = min(one.confidence, other.confidence, key=CONFIDENCES.index)
+        weaker = "low" if is_same else min(one.confidence, other.confidence, key=CONFIDENCES.index)
         return EngineAnswer("both", kind, cause, weaker, (f"A: {one.evidence}", f"B: {other.evidence}"))
     sides: tuple[tuple[Literal["A", "B"], Suspect | None, str], ...] = (
         ("A", one, facts[1]),

@@ -223,17 +223,8 @@ def site_report(site: Site, operator: str, gaps: list[Tensor]) -> SiteReport:
     created = created.nan_to_num(torch.inf, torch.inf)
     floor = torch.maximum(floor, floor.median()) if len(floor) else floor
     ratio = created / floor
-    return SiteReport(
-        site,
-        operator,
-        len(created),
-        int((ratio > LIMIT).sum()),
-        largest(created),
-        largest(floor),
-        largest(ratio),
-        largest(total),
-        largest(total_floor),
-    )
+    most = map(largest, (created, floor, ratio, total, total_floor))
+    return SiteReport(site, operator, len(created), int((ratio > LIMIT).sum()), *most)
 
 
 def largest(values: Tensor) -> float:

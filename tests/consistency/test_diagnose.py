@@ -143,9 +143,9 @@ def test_what_an_engine_leaves_out_of_the_config_is_named(name):
     assert name in diagnosis_of(variant(name)(at), at).causes[0].evidence
 
 
-def test_zeros_in_place_of_logprobs_have_no_second_cause():
-    found = diagnosis_of(planted("missing logprobs"), world())
-    assert [finding.id for finding in found.causes] == ["R60"]
+@pytest.mark.parametrize(("name", "cause"), [("missing logprobs", "R60"), ("policy moved", "R57")])
+def test_what_explains_the_difference_has_no_second_cause(name, cause):
+    assert [finding.id for finding in diagnosis_of(planted(name), world()).causes] == [cause]
 
 
 def test_two_faults_at_once_are_both_named():

@@ -14,7 +14,7 @@ from areal_core.trainer.rl import PPOTrainer
 from consistency.case import NOISE
 from consistency.entry.in_loop import InLoop, Reading, Sums, join, sums_by_lag, suspicion_of
 
-REWARDS = Path(__file__).parents[1] / "debug" / "rewards.py"
+TINY = Path(__file__).parents[1] / "debug"
 
 
 def test_sums_by_lag_are_those_of_the_tokens_of_each_lag():
@@ -42,34 +42,7 @@ def test_difference_since_the_first_check_is_not_blamed_on_an_update():
     assert suspicion_of(reading(0, 0.2), [], NOISE["bfloat16"]).id == "R01"
 
 
-@pytest.fixture
-def tiny_config(tmp_path, tiny_model):
-    file = tmp_path / "tiny.yaml"
-    file.write_text(
-        f"""
-experiment_name: tiny
-trial_name: test
-device: cpu
-allocation_mode: embedded|fsdp:d1
-total_train_steps: 5
-cluster: {{fileroot: {tmp_path}}}
-train_dataset: {{path: arithmetic, type: rl, batch_size: 4, dataset_kwargs: {{num_rows: 64}}}}
-gconfig: {{n_samples: 4, max_new_tokens: 8}}
-rollout: {{consumer_batch_size: 4}}
-actor:
-  path: {tiny_model}
-  dtype: float32
-  optimizer: {{lr: 1.0e-2, warmup_steps_proportion: 0.0}}
-  kl_ctl: 0.0
-  mb_spec: {{max_tokens_per_mb: 256}}
-  use_decoupled_loss: true
-  reward_norm: {{mean_level: group, std_level: group, group_size: 4}}
-"""
-    )
-    return ["--config", str(file)]
-
-
-def test_lost_weight_update_is_named_in_its_step(tmp_path, tiny_config, monkeypatch, caplog):
+def test_lost_weight_update_is_named_in_its_step(tmp_path, tiny_model, monkeypatch, caplog):
     real = ReplicaUpdate.send
 
     def loses_the_third(self, weights, version):
@@ -78,13 +51,15 @@ def test_lost_weight_update_is_named_in_its_step(tmp_path, tiny_config, monkeypa
             real(self, iter(kept), version)
 
     monkeypatch.setattr(ReplicaUpdate, "send", loses_the_third)
-    config, _ = load_expr_config(tiny_config, GRPOConfig)
+    options = [f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "actor.optimizer.lr=1e-2"]
+    run = ["--config", str(TINY / "tiny.yaml"), "total_train_steps=5", *options]
+    config, _ = load_expr_config(run, GRPOConfig)
     check = InLoop(1, tmp_path / "consistency.jsonl", lambda local: [local])
     with (
         caplog.at_level(logging.WARNING, "consistency.entry.in_loop"),
         PPOTrainer(config, get_dataset(config.train_dataset), observers=[lambda trainer: check]) as trainer,
     ):
-        trainer.train(workflow_kwargs={"reward_fn": f"{REWARDS}:odd_tokens"})
+        trainer.train(workflow_kwargs={"reward_fn": f"{TINY}/rewards.py:odd_tokens"})
     lines = [json.loads(line) for line in (tmp_path / "consistency.jsonl").read_text().splitlines()]
     suspected = {line["step"]: line["suspicion"]["id"] for line in lines if line["suspicion"]}
     assert suspected == {3: "R24"}

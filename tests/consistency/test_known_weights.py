@@ -81,9 +81,8 @@ def test_the_weights_are_named(folders, tmp_path, kind, id, says):
     samples = [dict(zip(names, row, strict=True)) | {"reward": 0.0, "group": n} for n, row in enumerate(rows)]
     with Recorder(tmp_path / "r", trainer="slime") as recorder:
         recorder.step(0, samples)
-    request = Request(
-        str(folders["last"]), "float32", previous=str(folders["previous"]), base=str(folders["base"])
-    )
+    others = {name: str(folders[name]) for name in ("previous", "base")}
+    request = Request(str(folders["last"]), "float32", **others)
     checked = check(read_record(open_record(tmp_path / "r"), [0], SAMPLING), request)
     # the tokens are drawn by nobody, which is another finding
     faults = [cause for cause in checked.diagnosis.causes if cause.id in ("R24", "R25", "R32")]

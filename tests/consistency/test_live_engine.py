@@ -36,24 +36,23 @@ def test_healthy_engine_is_healthy_over_every_api(api, software, scorer, model, 
     assert found["rescoring"]["model_repeat"] == 0
 
 
-def test_engine_whose_decoding_differs_from_its_prefill_is_named(scorer, model, prompts):
-    decoding, scoring = FaultyEngine(scorer, noise=0.3), FaultyEngine(scorer, noise=0.002)
-    with serving(decoding, "sglang", scoring=scoring) as url:
-        code, found = judged("--engine", url, "--model", model, "--prompts", prompts, *SHORT)
-    assert (code, found["causes"][0]["id"]) == (1, "R40")
-    assert found["rescoring"]["decode"] > 0.1
-    assert found["rescoring"]["prefill"] < 0.01
+HALF = {"reports": functools.partial(transforms.at_temperature, temperature=0.5)}
 
 
-def test_engine_whose_prefill_is_wrong_is_not_healthy_though_it_samples_rightly(scorer, model, prompts):
-    other = functools.partial(transforms.at_temperature, temperature=0.5)
-    decoding, scoring = FaultyEngine(scorer, noise=0.0), FaultyEngine(scorer, reports=other, noise=0.0)
-    with serving(decoding, "sglang", scoring=scoring) as url:
+@pytest.mark.parametrize(
+    ("decoding", "scoring", "name", "wrong", "right"),
+    [
+        ({"noise": 0.3}, {"noise": 0.002}, "decod", "decode", "prefill"),
+        ({"noise": 0.0}, HALF, "the engine's prefill differs from its own decoding", "prefill", "sampled"),
+    ],
+)
+def test_decoding_unlike_prefill_is_named(decoding, scoring, name, wrong, right, scorer, model, prompts):
+    engines = [FaultyEngine(scorer, **options) for options in (decoding, scoring)]
+    with serving(engines[0], "sglang", scoring=engines[1]) as url:
         code, found = judged("--engine", url, "--model", model, "--prompts", prompts, *SHORT)
-    first = found["causes"][0]
-    assert (code, first["id"]) == (1, "R40")
-    assert first["name"].startswith("the engine's prefill differs from its own decoding")
-    assert found["metrics"]["mean_abs"] < 0.01 < found["rescoring"]["prefill"]
+    sizes = found["rescoring"] | {"sampled": found["metrics"]["mean_abs"]}
+    assert (code, found["causes"][0]["id"], name in found["causes"][0]["name"]) == (1, "R40", True)
+    assert sizes[right] < 0.01 < 0.1 < sizes[wrong]
 
 
 @pytest.mark.long

@@ -1,9 +1,12 @@
-"""Rows are paired with other rows' log-probs only where they fit better than by chance."""
+"""Rows have other rows' log-probs, or numbers of their own, only where they fit better than by chance."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from consistency.diagnose import mispaired_rows
+from consistency.diagnose import mispaired_rows, with_derived
+from consistency.transforms import Prediction, Replays
 
 NUM_ROWS = 64
 
@@ -39,3 +42,16 @@ def test_answers_of_few_kinds_that_an_engine_finds_likelier_are_not_paired():
     engine = kinds[random.choice(2, NUM_ROWS)] - 0.02 * random.random((NUM_ROWS, 2))
     row = np.repeat(np.arange(NUM_ROWS), 2)
     assert mispaired_rows(engine.ravel(), base.ravel(), row).parameter == 0
+
+
+def test_a_number_of_its_own_for_each_row_explains_nothing_where_other_rows_stay_wrong():
+    base, row = rows_of(8, 0)
+    engine = base.copy()
+    engine[:, 0] -= np.where(np.arange(NUM_ROWS) % 2, 0.1, -0.1) * np.arange(NUM_ROWS)
+    tried = tuple(
+        Prediction("R05", "penalty", by, (base - 0.1 * by * (np.arange(8) == 0)).ravel())
+        for by in range(NUM_ROWS)
+    )
+    rows, at = SimpleNamespace(row_of_token=row, scored=np.arange(len(row))), np.arange(len(row))
+    found = with_derived(Replays(at, at, engine.ravel(), base.ravel(), tried), rows, ())
+    assert not [one for one in found.predictions if one.rows]

@@ -7,42 +7,73 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal_core.trainer.build import load_tokenizer_at
+from consistency.alternatives.probes import NO_THOUGHTS, with_prompts
 from consistency.case import NOISE, Request, Setting
 from consistency.check import check, explain_trainer
 from consistency.diagnose import diagnose
 from consistency.errors import OtherModel
 from consistency.score import load_scorer, score
-from consistency.source import read_record, read_step
+from consistency.source import read_record
 from recorder import open_record
 
 from .records import save_model
 
 
-def test_what_the_trainer_computed_instead_is_named(model, record):
-    sequences, scorer = read_step(open_record(record).step(0)), load_scorer(str(model))
+@pytest.fixture
+def sampled(record):
+    return read_record(open_record(record), [0])
+
+
+@pytest.fixture
+def rows(sampled):
+    return sampled.chunks["step-000000"]
+
+
+@pytest.fixture(scope="module")
+def scorer(model):
+    return load_scorer(str(model))
+
+
+def test_what_the_trainer_computed_instead_is_named(rows, scorer):
     setting = Setting(temperature=0.7, noise=NOISE["float32"])
-    right = score(scorer, sequences, temperature=0.7).logprob
-    at_one = score(scorer, sequences, temperature=1.0).logprob
-    later = np.append(right[1:], 0.0)
-    assert explain_trainer(scorer, sequences, at_one, setting) == "temperature 1"
-    assert explain_trainer(scorer, sequences, later, setting) == "shift 1"
-    assert explain_trainer(scorer, sequences, right, setting) == ""
+    right, at_one = (score(scorer, rows, temperature=value).logprob for value in (0.7, 1.0))
+    known = {"": right, "temperature 1": at_one, "shift 1": np.append(right[1:], 0.0)}
+    for name, trainer in known.items():
+        assert explain_trainer(scorer, rows, trainer, setting) == name
 
 
-def test_trainer_whose_sequences_leak_into_each_other_is_named_and_not_the_engine(model, record):
-    sampled = read_record(open_record(record), [0])
-    [rows] = sampled.chunks.values()
-    right = score(load_scorer(str(model)), rows, temperature=sampled.sampling.temperature).logprob
+def test_a_trainer_that_rounds_to_bfloat16_is_not_blamed_beside_an_exact_engine(model, sampled, rows, scorer):
+    low = load_scorer(str(model), torch.bfloat16)
+    rows.engine_logprobs[rows.scored], trainer = (score(one, rows).logprob for one in (scorer, low))
+    found = check(replace(sampled, trainer=trainer), Request(str(model))).diagnosis
+    assert (found.verdict, [cause.id for cause in found.causes]) == ("healthy", ["R35"])
+
+
+@pytest.mark.parametrize("name", ["the chat template applied again", "an empty block of thoughts added"])
+def test_a_prompt_in_another_rendering_is_named(name, model, sampled, rows, scorer):
+    tokenizer = load_tokenizer_at(str(model))
+
+    def seen(ids):
+        message, text = [{"role": "user", "content": tokenizer.decode(ids)}], tokenizer.decode(ids)
+        again = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return tokenizer.encode(again if "again" in name else text + NO_THOUGHTS, add_special_tokens=False)
+
+    rows.engine_logprobs[rows.scored] = score(scorer, with_prompts(rows, seen)).logprob
+    found = check(sampled, Request(str(model))).diagnosis
+    assert (found.causes[0].id, name in found.causes[0].name) == ("R16", True)
+
+
+def test_a_trainer_whose_rows_leak_into_each_other_is_named(model, sampled, rows, scorer):
+    right = score(scorer, rows, temperature=sampled.sampling.temperature).logprob
     later = rows.row_of_token[rows.scored] > 0
     leaking = np.where(later, np.roll(right, 40), right)  # attends to another row
     found = check(replace(sampled, trainer=leaking), Request(str(model))).diagnosis
     assert (found.verdict, found.causes[0].id) == ("mismatch", "R20")
 
 
-def test_a_model_that_neither_trainer_nor_engine_has_is_refused_or_doubted(model, record, tmp_path):
-    sampled = read_record(open_record(record), [0])
-    [rows] = sampled.chunks.values()
-    own, engine = score(load_scorer(str(model)), rows).logprob, rows.engine_logprobs[rows.scored]
+def test_a_model_of_neither_side_is_refused_or_doubted(model, sampled, rows, scorer, tmp_path):
+    own, engine = score(scorer, rows).logprob, rows.engine_logprobs[rows.scored]
     other = Request(str(save_model(tmp_path / "other", seed=9)), base=str(model), is_shown=False)
     with pytest.raises(OtherModel, match="agree with the engine's"):
         check(replace(sampled, trainer=own), other)
@@ -52,25 +83,21 @@ def test_a_model_that_neither_trainer_nor_engine_has_is_refused_or_doubted(model
         assert "which explains this just as well" in found.causes[0].refute
 
 
-def test_a_checkpoint_that_was_given_is_tried_where_the_difference_could_be_rounding(model, record, tmp_path):
+def test_a_given_checkpoint_is_tried_on_what_could_be_rounding(model, sampled, rows, scorer, tmp_path):
     newer = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         newer.model.layers[0].mlp.down_proj.weight.mul_(1.01)
     newer.save_pretrained(tmp_path / "newer")
-    sampled = read_record(open_record(record), [0])
-    [rows] = sampled.chunks.values()
-    rows.engine_logprobs[rows.scored] = score(load_scorer(str(model)), rows).logprob
+    rows.engine_logprobs[rows.scored] = score(scorer, rows).logprob
     found = check(sampled, Request(str(tmp_path / "newer"))).diagnosis
     assert (found.verdict, found.causes[0].confidence <= 0.9) == ("healthy", True)
     found = check(sampled, Request(str(tmp_path / "newer"), previous=str(model))).diagnosis
     assert (found.verdict, found.causes[0].id) == ("mismatch", "R24")
 
 
-def test_a_window_needs_rows_that_begin_before_its_end(model, record):
+def test_a_window_needs_rows_that_begin_before_its_end(rows, scorer):
     """Short prompts agree, and long ones of which the record lacks the beginning differ."""
-    sampled = read_record(open_record(record), [0])
-    [rows] = sampled.chunks.values()
-    own = score(load_scorer(str(model)), rows)
+    own = score(scorer, rows)
     start = np.where(np.arange(rows.num_rows) % 4, 10, 2)
     noise = np.random.default_rng(0).normal(0, 0.5, len(own.logprob))
     is_late = start[rows.row_of_token[rows.scored]] == 10
@@ -79,7 +106,7 @@ def test_a_window_needs_rows_that_begin_before_its_end(model, record):
     place = rows.cu_seqlens[rows.row_of_token] + start[rows.row_of_token]
     sampled_from = np.arange(len(rows.input_ids)) >= place
     changed = replace(rows, sampled=sampled_from, engine_logprobs=engine)
-    scores = score(load_scorer(str(model)), changed)
+    scores = score(scorer, changed)
     added = changed.engine_logprobs[changed.scored] == 0.0
     changed.engine_logprobs[changed.scored[added]] = scores.logprob[added]
     found = diagnose(changed, scores, Setting(noise=NOISE["float32"]))
