@@ -143,13 +143,20 @@ def sglang(tmp_path_factory):
     `with sglang(model, "--is-embedding", enable_lora=True) as started`: options are of its config.
     """
     from areal_core.config import SGLangConfig
-    from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+    from areal_core.launch.sglang_process import MODULE, SGLangServer, cpu_environment, server_args
 
-    def start(model: Path, *flags: str, env: Mapping[str, str] | None = None, **options: object):
+    def start(
+        model: Path,
+        *flags: str,
+        env: Mapping[str, str] | None = None,
+        module: str = MODULE,
+        **options: object,
+    ):
         given = {"dtype": "float32", "context_length": 1024, "max_total_tokens": 16384} | options
         args = [*server_args(SGLangConfig(**given), "cpu"), *flags]
         log = tmp_path_factory.mktemp("sglang") / "llm_server_0.log"
-        return SGLangServer(model, log, args, cpu_environment() | (env or {}), ready_timeout_s=600.0)
+        environment = cpu_environment() | (env or {})
+        return SGLangServer(model, log, args, environment, ready_timeout_s=600.0, module=module)
 
     return start
 

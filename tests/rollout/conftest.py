@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from areal_core.launch.server_process import free_port
-from areal_core.launch.sglang_process import SGLangServer
+from areal_core.launch.sglang_process import SHIM, SGLangServer
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.servers.server import Server, is_healthy
 from areal_core.testing import make_tiny_model
@@ -200,6 +200,9 @@ def without_other_families(family: str) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def sglang_server(tiny_model, sglang) -> Iterator[SGLangServer]:
-    """One real SGLang server in float32 on the CPU, with the tiny model."""
-    with sglang(tiny_model, env=without_other_families("llama")) as server:
+    """One real SGLang server in float32 on the CPU, with the tiny model; its workers are forks."""
+    environment = without_other_families("llama") | {
+        "PYTHONPATH": os.pathsep.join([str(SHIM), str(Path(__file__).parents[2])])
+    }
+    with sglang(tiny_model, env=environment, module="tests.rollout.forked_sglang") as server:
         yield server
