@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests.forks import run_forked, start_server, worker_command
+from tests.huge_pages import use_huge_pages
 
 # As in the Makefile, before anything imports torch: more threads than cores only wait for each
 # other.
@@ -57,6 +58,7 @@ def pytest_collection_finish():
     """Leave the million objects of imported modules out of each garbage collection."""
     gc.freeze()
     gc.enable()
+    use_huge_pages()
     # A trainer asks whether there are any: the real one looks at each, a tenth of a second a run.
     gc.get_freeze_count = lambda: 1
 

@@ -28,6 +28,7 @@ sys.path[0] = str(ROOT)
 INSTALLED = sys.path[1:]
 from areal_core.launch import warm_server  # noqa: E402
 from areal_core.safety.interpreter import SAFE, python_command  # noqa: E402
+from tests.huge_pages import use_huge_pages  # noqa: E402
 
 MODULES = (
     "areal_core.trainer.rl",
@@ -70,6 +71,7 @@ def main(number: int) -> None:
         connection, _ = listener.accept()
         if not imported:
             warm_server.import_all([*MODULES, *OF_TESTS])
+            use_huge_pages()
             imported = True
         if not os.fork():
             listener.close()
