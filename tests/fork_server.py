@@ -44,7 +44,11 @@ MODULES = (
     "transformers.tokenization_utils_tokenizers",
 )
 # What tests import besides, without a thread, as pyarrow has one; not all of it is installed everywhere.
-OF_TESTS = ("areal_core.testing.embedded_server", "mcp", "openai", "peft", "wandb", "zarr")
+OF_TESTS = (
+    *("areal_core.testing.embedded_server", "consistency.check", "hangdoctor.diagnose"),
+    *("bm25s", "hypothesis", "mcp", "mistral_common.tokens.tokenizers.mistral", "openai", "peft"),
+    *("trl.import_utils", "wandb", "zarr"),
+)
 # What our launchers start, and the scripts of torchrun: `python -u FILE`.
 RANKS = [python_command("-m", name)[1:] for name in ("areal_debug.train.script", "areal_core.launch.node")]
 LAUNCHED = (*map(" ".join, RANKS), f"{SAFE} {warm_server.__file__}", "-u ")
