@@ -50,8 +50,12 @@ OF_TESTS = (
     *("trl.import_utils", "wandb", "zarr"),
 )
 # What our launchers start, and the scripts of torchrun: `python -u FILE`.
-RANKS = [python_command("-m", name)[1:] for name in ("areal_debug.train.script", "areal_core.launch.node")]
-LAUNCHED = (*map(" ".join, RANKS), f"{SAFE} {warm_server.__file__}", "-u ")
+PROGRAMS = (
+    *("areal_core.launch.node", "areal_core.testing.embedded_server", "areal_debug.rank_tasks.on_rank"),
+    *("areal_debug.serve.keeper", "areal_debug.train.script"),
+)
+COMMANDS = [" ".join(python_command("-m", name)[1:]) for name in PROGRAMS]
+LAUNCHED = (*COMMANDS, f"{SAFE} {warm_server.__file__}", "-u ")
 execute = subprocess._fork_exec  # type: ignore[attr-defined]
 OF_SERVER: set[int] = set()  # open files of the process that is forked
 
