@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests.forks import run_forked, start_server, worker_command
+from tests.huge_pages import use_huge_pages
 
 # As in the Makefile, before anything imports torch: more threads than cores only wait for each
 # other.
@@ -57,6 +58,7 @@ def pytest_collection_finish():
     """Leave the million objects of imported modules out of each garbage collection."""
     gc.freeze()
     gc.enable()
+    use_huge_pages()
     # A trainer asks whether there are any: the real one looks at each, a tenth of a second a run.
     gc.get_freeze_count = lambda: 1
 
@@ -143,13 +145,20 @@ def sglang(tmp_path_factory):
     `with sglang(model, "--is-embedding", enable_lora=True) as started`: options are of its config.
     """
     from areal_core.config import SGLangConfig
-    from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+    from areal_core.launch.sglang_process import MODULE, SGLangServer, cpu_environment, server_args
 
-    def start(model: Path, *flags: str, env: Mapping[str, str] | None = None, **options: object):
+    def start(
+        model: Path,
+        *flags: str,
+        env: Mapping[str, str] | None = None,
+        module: str = MODULE,
+        **options: object,
+    ):
         given = {"dtype": "float32", "context_length": 1024, "max_total_tokens": 16384} | options
         args = [*server_args(SGLangConfig(**given), "cpu"), *flags]
         log = tmp_path_factory.mktemp("sglang") / "llm_server_0.log"
-        return SGLangServer(model, log, args, cpu_environment() | (env or {}), ready_timeout_s=600.0)
+        environment = cpu_environment() | (env or {})
+        return SGLangServer(model, log, args, environment, ready_timeout_s=600.0, module=module)
 
     return start
 

@@ -28,6 +28,7 @@ sys.path[0] = str(ROOT)
 INSTALLED = sys.path[1:]
 from areal_core.launch import warm_server  # noqa: E402
 from areal_core.safety.interpreter import SAFE, python_command  # noqa: E402
+from tests.huge_pages import use_huge_pages  # noqa: E402
 
 MODULES = (
     "areal_core.trainer.rl",
@@ -43,10 +44,18 @@ MODULES = (
     "transformers.tokenization_utils_tokenizers",
 )
 # What tests import besides, without a thread, as pyarrow has one; not all of it is installed everywhere.
-OF_TESTS = ("mcp", "openai", "peft", "wandb", "zarr")
+OF_TESTS = (
+    *("areal_core.testing.embedded_server", "consistency.check", "hangdoctor.diagnose"),
+    *("bm25s", "hypothesis", "mcp", "mistral_common.tokens.tokenizers.mistral", "openai", "peft"),
+    *("trl.import_utils", "wandb", "zarr"),
+)
 # What our launchers start, and the scripts of torchrun: `python -u FILE`.
-RANKS = [python_command("-m", name)[1:] for name in ("areal_debug.train.script", "areal_core.launch.node")]
-LAUNCHED = (*map(" ".join, RANKS), f"{SAFE} {warm_server.__file__}", "-u ")
+PROGRAMS = (
+    *("areal_core.launch.node", "areal_core.reward.reward_worker", "areal_core.testing.embedded_server"),
+    *("areal_debug.rank_tasks.on_rank", "areal_debug.serve.keeper", "areal_debug.train.script"),
+)
+COMMANDS = [" ".join(python_command("-m", name)[1:]) for name in PROGRAMS]
+LAUNCHED = (*COMMANDS, f"{SAFE} {warm_server.__file__}", "-u ")
 execute = subprocess._fork_exec  # type: ignore[attr-defined]
 OF_SERVER: set[int] = set()  # open files of the process that is forked
 
@@ -70,6 +79,7 @@ def main(number: int) -> None:
         connection, _ = listener.accept()
         if not imported:
             warm_server.import_all([*MODULES, *OF_TESTS])
+            use_huge_pages()
             imported = True
         if not os.fork():
             listener.close()

@@ -5,6 +5,7 @@ A test that needs a new interpreter, such as one of what a command imports, uses
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -81,6 +82,32 @@ def run_forked(
         for stream in (output, errors):
             stream.seek(0)
         return subprocess.CompletedProcess(argv, code, output.read(), errors.read())
+
+
+class ForkedProgram:
+    """A fork that runs `argv`, as in `run_forked`, until it ends or a test kills it.
+
+    It prints where this process prints.
+    """
+
+    def __init__(self, argv: Sequence[str], place: Path | None = None) -> None:
+        variables = {name: value for name, value in os.environ.items() if name != ADDRESS}
+        self._channel = socket.socket(socket.AF_UNIX)
+        with open(os.devnull) as nothing:
+            send_request(self._channel, argv, variables, place, [nothing.fileno(), 1, 2])
+        self._answer = self._channel.makefile()
+        self.process_id = int(self._answer.readline())
+
+    def is_running(self) -> bool:
+        return not select.select([self._channel], [], [], 0)[0]
+
+    def kill(self) -> None:
+        """Send SIGKILL, and wait for the end; fine if the program has ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process_id, signal.SIGKILL)
+        self._answer.read()
+        self._answer.close()
+        self._channel.close()
 
 
 def run_anew(

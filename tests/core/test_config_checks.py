@@ -15,7 +15,7 @@ from areal_core.config import PPOConfig, check_config
 from areal_core.config.loading import config_from_dict
 from areal_core.errors import ConfigError
 
-TABLE = yaml.safe_load(Path(__file__).with_name("config_sentences.yaml").read_text())
+TABLE = yaml.load(Path(__file__).with_name("config_sentences.yaml").read_text(), yaml.CSafeLoader)
 SOUND = config_from_dict(TABLE["sound"], PPOConfig)
 
 

@@ -35,6 +35,7 @@ print(json.dumps([loaded, len(os.listdir("/proc/self/task"))]))
     return set(names), num_threads
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_replays_import_is_what_they_use_and_starts_no_thread():
     """A fork has only the thread that forks: others would leave locks that nobody releases."""

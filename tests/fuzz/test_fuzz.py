@@ -28,10 +28,10 @@ def worker_of():
         worker.stop()
 
 
-# the corpus of two targets every day; all of them with fresh inputs in the long tests
+# the corpus of one target every day; all of them with fresh inputs in the long tests
 @pytest.mark.parametrize(
     ("target", "share"),
-    [("record", 10), ("pickles", 10), *(pytest.param(name, 1, marks=pytest.mark.long) for name in MODULES)],
+    [("record", 10), *(pytest.param(name, 1, marks=pytest.mark.long) for name in MODULES)],
 )
 def test_no_input_of_the_corpus_and_no_fresh_one_breaks_its_reader(worker_of, target, share):
     corpus = [Input.from_json(file.read_text()) for file in sorted((CORPUS / target).glob("*.json"))]

@@ -1,12 +1,14 @@
 """A fake server with SGLang's wire format, in a thread, and a real SGLang server on the CPU."""
 
-import multiprocessing
 import os
+import pickle
 import pkgutil
 import signal
+import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,11 +17,12 @@ import pytest
 from aiohttp import web
 
 from areal_core.launch.server_process import free_port
-from areal_core.launch.sglang_process import SGLangServer
+from areal_core.launch.sglang_process import SHIM, SGLangServer
 from areal_core.rollout.http_thread import HttpThread
 from areal_core.servers.server import Server, is_healthy
 from areal_core.testing import make_tiny_model
 from areal_core.testing.embedded_server import serve
+from tests.forks import ForkedProgram
 
 
 class FakeServer:
@@ -136,34 +139,31 @@ def start_fake() -> Iterator[Callable[[], FakeServer]]:
 
 
 class ServerProcess:
-    """The embedded engine's server in a separate process, forked from one with torch loaded."""
+    """The embedded engine's server in a separate process, a fork of one with torch loaded."""
 
     def __init__(self, model_path: str, server: Server | None = None, serve: Callable = serve) -> None:
         self.server = server or Server(f"127.0.0.1:{free_port()}")
-        forks = multiprocessing.get_context("forkserver")
-        forks.set_forkserver_preload(["areal_core.testing.embedded_server"])
         port = int(self.server.address.rpartition(":")[2])
-        self._process = forks.Process(target=serve, args=(model_path, "127.0.0.1", port), daemon=True)
-        self._process.start()
+        call = pickle.dumps(partial(serve, model_path, "127.0.0.1", port)).hex()
+        self._program = ForkedProgram(["-m", "tests.rollout.served", call], Path(__file__).parents[2])
 
     def wait_until_ready(self) -> "ServerProcess":
         while not is_healthy(self.server):
-            assert self._process.is_alive()
-            self._process.join(0.02)
+            assert self._program.is_running()
+            time.sleep(0.02)
         return self
 
     def stop(self) -> None:
         """Send SIGSTOP: connections are accepted by the kernel, and nothing answers."""
-        os.kill(self._process.pid, signal.SIGSTOP)
+        os.kill(self._program.process_id, signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Send SIGCONT."""
-        os.kill(self._process.pid, signal.SIGCONT)
+        os.kill(self._program.process_id, signal.SIGCONT)
 
     def kill(self) -> None:
         """Send SIGKILL; fine if the process has ended."""
-        self._process.kill()
-        self._process.join()
+        self._program.kill()
 
 
 @pytest.fixture
@@ -200,6 +200,9 @@ def without_other_families(family: str) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def sglang_server(tiny_model, sglang) -> Iterator[SGLangServer]:
-    """One real SGLang server in float32 on the CPU, with the tiny model."""
-    with sglang(tiny_model, env=without_other_families("llama")) as server:
+    """One real SGLang server in float32 on the CPU, with the tiny model; its workers are forks."""
+    environment = without_other_families("llama") | {
+        "PYTHONPATH": os.pathsep.join([str(SHIM), str(Path(__file__).parents[2])])
+    }
+    with sglang(tiny_model, env=environment, module="tests.rollout.forked_sglang") as server:
         yield server

@@ -1,5 +1,6 @@
 """Training on pairs: validation accuracy rises, pairs stay together, the saved model is correct."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ from areal_core.trainer.reward_model import RWTrainer
 from benchmarks.larger_numbers import larger_number_rows
 from benchmarks.learning_methods import pairs
 
-TRAINING, HELD_OUT = map(pairs, larger_number_rows())
+
+@cache
+def training_and_held_out():
+    return tuple(map(pairs, larger_number_rows()))
 
 
 def make_config(method: str, folder, trial: str = "t"):
@@ -39,11 +43,12 @@ def trainer(tiny_model, in_process, tmp_path):
     `change` is called with the config.
     """
 
-    def make(method: str, change=lambda config: None, trial: str = "t", valid=HELD_OUT):
+    def make(method: str, change=lambda config: None, trial: str = "t"):
         config = make_config(method, tmp_path, trial)
         config.actor.path = str(tiny_model)
         change(config)
-        return {"dpo": DPOTrainer, "rw": RWTrainer}[method](config, TRAINING, valid, join=in_process)
+        trainer_class = {"dpo": DPOTrainer, "rw": RWTrainer}[method]
+        return trainer_class(config, *training_and_held_out(), join=in_process)
 
     return make
 
@@ -63,7 +68,7 @@ def test_saved_reward_model_scores_the_same_in_transformers_and_when_loaded_agai
     with again as run:
         assert held_out(run)["held-out/loss/avg"] == pytest.approx(ours["held-out/loss/avg"])
         with torch.no_grad():
-            for pair in HELD_OUT[:4]:
+            for pair in training_and_held_out()[1][:4]:
                 expected = theirs(torch.tensor([pair["chosen_ids"]])).logits.item()
                 mine = []
                 run.actor.eval_batch(
