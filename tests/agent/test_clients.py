@@ -14,6 +14,7 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 TOOL = {"type": "function", "function": WEATHER}
+QUESTION = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
 CALLS_WEATHER = 'Let me look.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 
 
@@ -180,19 +181,26 @@ def test_anthropic_stream_rebuilds_the_message(run_client, scripted_engine):
     assert final.usage.output_tokens > 0
 
 
+def refusal_of(run_client, engine, request_options, **options):
+    """Return the error that answers a request; the next request of the client is honoured."""
+
+    async def body(server):
+        create = server.openai().chat.completions.create
+        with pytest.raises(openai.APIStatusError) as refused:
+            await create(**QUESTION | request_options)
+        await create(**QUESTION)
+        return refused.value
+
+    return run_client(engine, body, **options)[0]
+
+
 def test_sampling_that_the_agent_sets_is_honoured_and_logged_once(run_client, scripted_engine, caplog):
     async def body(client):
         create = client.openai().chat.completions.create
         for temperature in (0.25, 0.25, 0):
-            await create(model="m", messages=[{"role": "user", "content": "?"}], temperature=temperature)
+            await create(**QUESTION, temperature=temperature)
         extra = {"min_p": 0.5, "top_k": 7, "min_tokens": 2, "stop_token_ids": [9], "repetition_penalty": 1}
-        await create(
-            model="m",
-            messages=[{"role": "user", "content": "?"}],
-            extra_body=extra,
-            logit_bias={"5": 1},
-            presence_penalty=0,
-        )
+        await create(**QUESTION, extra_body=extra, logit_bias={"5": 1}, presence_penalty=0)
 
     engine = scripted_engine("a", "b", "c", "d")
     with caplog.at_level(logging.WARNING):
@@ -246,41 +254,20 @@ def test_sampling_that_the_agent_sets_is_honoured_and_logged_once(run_client, sc
 def test_a_request_that_cannot_be_honoured_is_refused_with_the_field_and_its_value(
     run_client, scripted_engine, request_options, seen_text
 ):
-    async def body(server):
-        client = server.openai()
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(
-                **{"model": "m", "messages": [{"role": "user", "content": "?"}]} | request_options
-            )
-        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
-        return refused.value.body["message"]
-
-    refusal, _ = run_client(scripted_engine("ok"), body)
-    assert seen_text in refusal
+    refusal = refusal_of(run_client, scripted_engine("ok"), request_options)
+    assert isinstance(refusal, openai.BadRequestError)
+    assert seen_text in refusal.body["message"]
 
 
 def test_a_body_that_is_too_large_is_refused(run_client, scripted_engine):
-    async def body(server):
-        client = server.openai()
-        with pytest.raises(openai.APIStatusError) as refused:
-            await client.chat.completions.create(
-                model="m", messages=[{"role": "user", "content": "x" * 3000}]
-            )
-        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
-        return refused.value
-
-    refused, _ = run_client(scripted_engine("ok"), body, max_body_bytes=2000)
-    assert refused.status_code == 413
-    assert refused.body["message"] == "the request is larger than rollout.agent.max_body_bytes, 2000"
+    long = {"messages": [{"role": "user", "content": "x" * 3000}]}
+    refusal = refusal_of(run_client, scripted_engine("ok"), long, max_body_bytes=2000)
+    assert refusal.status_code == 413
+    assert refusal.body["message"] == "the request is larger than rollout.agent.max_body_bytes, 2000"
 
 
 def test_a_conversation_that_fills_the_context_is_refused_as_such(run_client, scripted_engine):
-    async def body(server):
-        client = server.openai()
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 99}])
-        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
-        return refused.value.code
-
-    code, _ = run_client(scripted_engine("ok"), body, gconfig={"max_tokens": 50})
-    assert code == "context_length_exceeded"
+    long = {"messages": [{"role": "user", "content": "x" * 99}]}
+    refusal = refusal_of(run_client, scripted_engine("ok"), long, gconfig={"max_tokens": 50})
+    assert isinstance(refusal, openai.BadRequestError)
+    assert refusal.code == "context_length_exceeded"

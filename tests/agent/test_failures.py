@@ -100,15 +100,17 @@ def test_an_exception_is_the_models_only_on_evidence(error, kind):
     assert failure_of(raised, answers, [REFUSAL], added) == kind
 
 
+async def ask(extra, content: str):
+    messages = [{"role": "user", "content": content}]
+    return await client_of(extra).chat.completions.create(model="m", messages=messages)
+
+
 class Raiser:
     """Make two calls, reward the first over HTTP, then raise what `data["raise"]` names."""
 
     async def run(self, data, **extra):
-        client = client_of(extra)
         for content in "ab"[: data.get("calls", 2)]:
-            await client.chat.completions.create(
-                model="m", messages=[{"role": "user", "content": content * data.get("length", 1)}]
-            )
+            await ask(extra, content * data.get("length", 1))
         raise {"model": EpisodeFailed("it invented a tool"), "code": KeyError("row")}[data["raise"]]
 
 
@@ -144,11 +146,8 @@ def test_a_prompt_that_grew_too_long_is_an_outcome_and_one_that_always_was_stops
 ):
     class Growing:
         async def run(self, data, **extra):
-            client = client_of(extra)
             for length in data["lengths"]:
-                await client.chat.completions.create(
-                    model="m", messages=[{"role": "user", "content": "x" * length}]
-                )
+                await ask(extra, "x" * length)
 
     options = {"gconfig": {"max_tokens": 30}, "failed_reward": -1.0}
     rows = episode(Growing(), scripted_engine("a"), {"lengths": [5, 50]}, **options)
@@ -172,12 +171,9 @@ def test_an_error_of_the_engine_is_never_the_models(episode, scripted_engine):
         """Report every failure of a call as one of the model."""
 
         async def run(self, data, **extra):
-            client = client_of(extra)
             try:
                 for content in "ab":
-                    await client.chat.completions.create(
-                        model="m", messages=[{"role": "user", "content": content}]
-                    )
+                    await ask(extra, content)
             except openai.APIError as error:
                 raise EpisodeFailed("no answer") from error
 

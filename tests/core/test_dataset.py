@@ -54,16 +54,23 @@ def test_long_prompts_are_left_out(questions, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("name", "content", "sentence"),
     [
-        ('{"question": "a", "answer": "b"}\n{"question": \n', "line 2 is not JSON"),
-        ("[1]\n", "line 1 is list"),
-        ('{"text": "a", "label": 1}\n', "row 0 has text, label; expected messages, question or prompt"),
+        ("bad.jsonl", b'{"question": "a", "answer": "b"}\n{"question": \n', "line 2 is not JSON"),
+        ("bad.jsonl", b"[1]\n", "line 1 is list"),
+        (
+            "bad.jsonl",
+            b'{"text": "a", "label": 1}\n',
+            "row 0 has text, label; expected messages, question or prompt",
+        ),
+        ("bad.csv", b"prompt,answer\n1,2\n1,2,3\n", "line 3 has 3 values; expected prompt, answer"),
+        ("short.csv", b"prompt,answer\n1\n", "line 2 has 1 values; expected prompt, answer"),
+        ("bad.parquet", b"prompt,answer", "is not Parquet"),
     ],
 )
-def test_damaged_file_is_reported_with_its_line(tmp_path, content, sentence):
-    file = tmp_path / "bad.jsonl"
-    file.write_text(content)
+def test_damaged_file_is_reported_with_its_line(tmp_path, name, content, sentence):
+    file = tmp_path / name
+    file.write_bytes(content)
     with pytest.raises(DatasetError) as error:
         get_dataset(DatasetConfig(path=str(file), type="rl"))
     assert str(file) in str(error.value)
@@ -160,20 +167,6 @@ def test_csv_tsv_and_parquet_rows_are_those_of_jsonl(tmp_path):
     (tmp_path / "split").mkdir()
     (tmp_path / "rows.csv").rename(tmp_path / "split" / "test.csv")
     assert len(get_dataset(DatasetConfig(path=str(tmp_path / "split"), type="rl", split="test"))) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("bad.csv", b"prompt,answer\n1,2\n1,2,3\n", "line 3 has 3 values; expected prompt, answer"),
-        ("short.csv", b"prompt,answer\n1\n", "line 2 has 1 values; expected prompt, answer"),
-        ("bad.parquet", b"prompt,answer", "is not Parquet"),
-    ],
-)
-def test_damaged_table_is_reported(tmp_path, name, content, sentence):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DatasetError, match=sentence):
-        get_dataset(DatasetConfig(path=str(tmp_path / name), type="rl"))
 
 
 def test_drop_last_keeps_full_batches():

@@ -203,26 +203,22 @@ def test_a_killed_rank_is_reported_where_no_launcher_does_and_the_others_go_on(p
     assert not folder.exists()
 
 
-def test_ranks_write_their_own_stacks_where_py_spy_may_not_read_them(plain_rank, tmp_path, monkeypatch):
-    rank = plain_rank(0, WAITS)
+@pytest.mark.parametrize("handles", [True, False])
+def test_ranks_write_their_own_stacks_where_py_spy_may_not_read_them(
+    plain_rank, tmp_path, monkeypatch, handles
+):
+    """A process that no longer handles the signal gets none."""
+    unregistered = "faulthandler.unregister(STACKS_SIGNAL); w.step"
+    rank = plain_rank(0, WAITS if handles else WAITS.replace("w.step", unregistered))
     folder = state_of([rank])
     refused = pyspy.Dump("not_permitted", "Permission Denied", "", "Permission Denied")
     monkeypatch.setattr(pyspy, "dump", lambda *arguments, **options: refused)
     options = pyspy.Options(1, registered=folder)
     (found,) = collect_host(Search((rank.pid,)), tmp_path / "stacks", options).processes[:1]
-    assert (found.status, "CAP_SYS_PTRACE" in found.detail) == ("dumped", True)
-    assert "in wait_here" in (tmp_path / "stacks/samples/0/rank_0.txt").read_text()
-    assert rank.poll() is None
-
-
-def test_a_process_that_no_longer_handles_the_signal_gets_none(plain_rank, tmp_path, monkeypatch):
-    rank = plain_rank(0, WAITS.replace("w.step", "faulthandler.unregister(STACKS_SIGNAL); w.step"))
-    folder = state_of([rank])
-    refused = pyspy.Dump("not_permitted", "Permission Denied", "", "Permission Denied")
-    monkeypatch.setattr(pyspy, "dump", lambda *arguments, **options: refused)
-    options = pyspy.Options(1, registered=folder)
-    (found,) = collect_host(Search((rank.pid,)), tmp_path / "stacks", options).processes[:1]
-    assert found.status == "not_permitted"
+    assert found.status == ("dumped" if handles else "not_permitted")
+    if handles:
+        assert "CAP_SYS_PTRACE" in found.detail
+        assert "in wait_here" in (tmp_path / "stacks/samples/0/rank_0.txt").read_text()
     assert rank.poll() is None
 
 

@@ -32,22 +32,19 @@ def test_steps_after_the_checkpoint_are_recorded_again(tmp_path):
     assert verify(tmp_path / "record").intact
 
 
-def test_steps_that_never_reached_the_disk_are_lost_and_not_damage(tmp_path):
+@pytest.mark.parametrize(
+    ("was_slower", "kept", "lost"), [(False, (0, 1, 2), (3, 4)), (True, (0, 1), (2, 3, 4))]
+)
+def test_steps_that_never_reached_the_disk_are_lost_and_not_damage(tmp_path, was_slower, kept, lost):
     write_scripted_record(tmp_path / "record", num_steps=3)
+    if was_slower:  # the disk, than the run
+        (tmp_path / "record/steps/000002/step.json").unlink()
+        (tmp_path / "record/end.json").unlink()
     record = continue_record(tmp_path / "record", first_step=5, num_steps=1)
-    assert (record.steps, record.gaps.lost) == ((0, 1, 2, 5), (3, 4))
+    assert (record.steps, record.gaps.lost) == ((*kept, 5), lost)
     assert verify(tmp_path / "record").intact
     with pytest.raises(ValueError, match="step 4 was not written before the run was interrupted"):
         record.step(4)
-
-
-def test_a_step_that_was_unfinished_before_the_checkpoint_is_lost_and_not_damage(tmp_path):
-    write_scripted_record(tmp_path / "record", num_steps=3)
-    (tmp_path / "record/steps/000002/step.json").unlink()  # the disk was slower than the run
-    (tmp_path / "record/end.json").unlink()
-    record = continue_record(tmp_path / "record", first_step=4, num_steps=1)
-    assert (record.steps, record.gaps.lost) == ((0, 1, 4), (2, 3))
-    assert verify(tmp_path / "record").intact
 
 
 def test_anchors_after_the_checkpoint_are_removed(tmp_path):

@@ -101,35 +101,32 @@ def test_other_operation_at_the_same_number_is_a_mismatch_with_high_confidence(t
     )
 
 
+def behind(rank: int | None, num_ranks: int) -> dict[int, list[dict]]:
+    """Return the records of ranks of which one has not begun the second collective."""
+    both = [entry(1), entry(2, done=False)]
+    return {one: both[:1] if one == rank else both for one in range(num_ranks)}
+
+
 def test_records_alone_name_who_is_behind_but_not_why(tmp_path):
-    records = {rank: [entry(1), entry(2, done=False)] if rank != 1 else [entry(1)] for rank in range(4)}
-    diagnosis = diagnose(read_snapshot([write(tmp_path, records, {})]))
+    diagnosis = diagnose(read_snapshot([write(tmp_path, behind(1, 4), {})]))
     assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("unknown", "low", (1,))
     assert "stacks" in diagnosis.collect[0]
 
 
-def test_records_that_agree_with_the_stacks_make_one_sample_certain(tmp_path):
-    records = {rank: [entry(1), entry(2, done=False)] if rank != 1 else [entry(1)] for rank in range(3)}
+@pytest.mark.parametrize(("late", "confidence"), [(1, "high"), (0, "low")])
+def test_records_make_one_sample_certain_or_contradict_it(tmp_path, late, confidence):
     stacks = {rank: LOADING if rank == 1 else WAITING for rank in range(3)}
-    diagnosis = diagnose(read_snapshot([write(tmp_path, records, stacks)]))
-    assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == (
-        "dataloader_stall",
-        "high",
-        (1,),
-    )
-
-
-def test_records_that_contradict_the_stacks_are_shown_and_cost_confidence(tmp_path):
-    records = {rank: [entry(1), entry(2, done=False)] if rank != 0 else [entry(1)] for rank in range(3)}
-    stacks = {rank: LOADING if rank == 1 else WAITING for rank in range(3)}
-    diagnosis = diagnose(read_snapshot([write(tmp_path, records, stacks)]))
-    assert (diagnosis.label, diagnosis.confidence) == ("dataloader_stall", "low")
-    assert any(evidence.fact.startswith("contradicts the stacks") for evidence in diagnosis.evidence)
+    diagnosis = diagnose(read_snapshot([write(tmp_path, behind(late, 3), stacks)]))
+    assert (diagnosis.label, diagnosis.confidence) == ("dataloader_stall", confidence)
+    if confidence == "high":
+        assert diagnosis.culprit_ranks == (1,)
+    else:
+        assert any(evidence.fact.startswith("contradicts the stacks") for evidence in diagnosis.evidence)
 
 
 def test_equal_records_beside_equal_stacks_point_at_the_network(tmp_path):
-    records = {rank: [entry(1), entry(2, done=False)] for rank in range(4)}
-    diagnosis = diagnose(read_snapshot([write(tmp_path, records, dict.fromkeys(range(4), WAITING))], 4))
+    stacks = dict.fromkeys(range(4), WAITING)
+    diagnosis = diagnose(read_snapshot([write(tmp_path, behind(None, 4), stacks)], 4))
     assert (diagnosis.label, diagnosis.confidence, diagnosis.culprit_ranks) == ("nccl_timeout", "medium", ())
 
 

@@ -9,7 +9,7 @@ import http.client
 import socket
 
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 
 def generate_answers() -> None:
@@ -24,9 +24,7 @@ def save_checkpoint() -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    here()
+    meet()
     if dist.get_rank() == 2:
         generate_answers()
     save_checkpoint()

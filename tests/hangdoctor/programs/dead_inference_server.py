@@ -10,7 +10,7 @@ import urllib.request
 
 import torch
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 
 def generate(port: int) -> bytes:
@@ -19,9 +19,7 @@ def generate(port: int) -> bytes:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    here()
+    meet()
     if dist.get_rank() == 0:
         server = socket.create_server(("127.0.0.1", 0))
         generate(server.getsockname()[1])

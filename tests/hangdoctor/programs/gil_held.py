@@ -9,7 +9,7 @@ import ctypes
 
 import torch
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 native = ctypes.PyDLL(None)  # PyDLL, unlike CDLL, keeps the GIL during the call
 
@@ -19,9 +19,7 @@ def tokenize_natively() -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    here()
+    meet()
     if dist.get_rank() == 1:
         tokenize_natively()
     dist.all_reduce(torch.ones(4))

@@ -7,7 +7,7 @@ ranks: 3
 
 import torch
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 
 def build_logging_group() -> dist.ProcessGroup:
@@ -15,9 +15,7 @@ def build_logging_group() -> dist.ProcessGroup:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    here()
+    meet()
     if dist.get_rank() == 0:
         build_logging_group()
     dist.all_reduce(torch.ones(4))

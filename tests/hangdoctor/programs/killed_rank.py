@@ -11,7 +11,7 @@ import signal
 from datetime import timedelta
 
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 
 def wait_until_all_have_read(store: dist.Store, rank: int, world_size: int) -> None:
@@ -20,10 +20,8 @@ def wait_until_all_have_read(store: dist.Store, rank: int, world_size: int) -> N
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    meet()
     rank = dist.get_rank()
-    dist.barrier()
-    here()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     wait_until_all_have_read(dist.distributed_c10d._get_default_store(), rank, dist.get_world_size())

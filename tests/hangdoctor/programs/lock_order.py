@@ -9,7 +9,7 @@ import threading
 
 import torch
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 weights_lock = threading.Lock()
 metrics_lock = threading.Lock()
@@ -31,9 +31,7 @@ def update_weights() -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    here()
+    meet()
     if dist.get_rank() == 1:
         threading.Thread(target=report_metrics, name="metrics", daemon=True).start()
         update_weights()

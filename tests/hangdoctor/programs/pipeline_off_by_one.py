@@ -7,7 +7,7 @@ ranks: 2
 
 import torch
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 
 def exchange(op: object, peer: int) -> None:
@@ -30,9 +30,7 @@ def last_stage(num_microbatches: int) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    here()
+    meet()
     if dist.get_rank() == 0:
         first_stage(num_microbatches=3)
     else:

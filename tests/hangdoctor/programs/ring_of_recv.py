@@ -7,7 +7,7 @@ ranks: 3
 
 import torch
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 
 def pass_keys_around(rank: int, world_size: int) -> None:
@@ -17,9 +17,7 @@ def pass_keys_around(rank: int, world_size: int) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    here()
+    meet()
     pass_keys_around(dist.get_rank(), dist.get_world_size())
 
 

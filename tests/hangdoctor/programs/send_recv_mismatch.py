@@ -7,7 +7,7 @@ ranks: 2
 
 import torch
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 CHUNK = torch.ones(4)
 
@@ -23,9 +23,7 @@ def receive_activations(length: int) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    here()
+    meet()
     if dist.get_rank() == 0:
         send_activations(length=8)
         dist.recv(CHUNK, src=1)

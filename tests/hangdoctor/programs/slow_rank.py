@@ -7,7 +7,7 @@ ranks: 2
 
 import torch
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 
 def attention(x: torch.Tensor) -> torch.Tensor:
@@ -26,9 +26,7 @@ def forward(num_microbatches: int) -> torch.Tensor:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    here()
+    meet()
     loss = forward(num_microbatches=10**9 if dist.get_rank() == 1 else 1)
     dist.all_reduce(loss)
 

@@ -10,13 +10,11 @@ import signal
 
 import torch
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    here()
+    meet()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(4))

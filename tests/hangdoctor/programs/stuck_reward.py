@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 
 def verify_answer(answer: str) -> float:
@@ -26,9 +26,7 @@ def compute_rewards(answers: list[str]) -> list[float]:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    here()
+    meet()
     if dist.get_rank() == 0:
         compute_rewards(["42"])
     dist.broadcast(torch.ones(4), src=0)

@@ -8,7 +8,7 @@ ranks: 2
 import subprocess
 
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 
 def upload_logs() -> None:
@@ -16,9 +16,7 @@ def upload_logs() -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    here()
+    meet()
     if dist.get_rank() == 0:
         upload_logs()
     dist.barrier()

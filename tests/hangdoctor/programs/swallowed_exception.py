@@ -7,7 +7,7 @@ ranks: 2
 
 import torch
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 
 def compute_loss(rank: int) -> torch.Tensor:
@@ -27,10 +27,8 @@ def cleanup() -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    meet()
     rank = dist.get_rank()
-    dist.barrier()
-    here()
     try:
         train_step(rank)
     except RuntimeError as error:

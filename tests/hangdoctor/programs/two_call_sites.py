@@ -7,7 +7,7 @@ ranks: 3
 
 import torch
 import torch.distributed as dist
-from hang_point import here
+from hang_point import meet
 
 
 def receive_weights() -> None:
@@ -19,9 +19,7 @@ def receive_metrics() -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    here()
+    meet()
     if dist.get_rank() == 2:
         receive_metrics()
     else:

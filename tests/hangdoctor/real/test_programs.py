@@ -29,26 +29,17 @@ def daily(programs: list[str], chosen: set[str]) -> list:
     return [pytest.param(name, marks=[pytest.mark.long] * (name not in chosen)) for name in programs]
 
 
+ATTEMPTS = [0, *(pytest.param(attempt, marks=pytest.mark.long) for attempt in range(1, 5))]
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS)
 @pytest.mark.parametrize("program", daily(FAULTS, {*EVERYDAY.values()}))
-def test_fault_is_named_with_its_culprits(program, diagnosis):
+def test_fault_is_named_with_its_culprits_every_time(program, attempt, diagnosis):
     assert (diagnosis.label, diagnosis.culprit_ranks) == expected_of(program), diagnosis.summary
 
 
+@pytest.mark.parametrize("attempt", ATTEMPTS)
 @pytest.mark.parametrize("program", daily(HEALTHY, {"healthy_training"}))
-def test_healthy_program_is_not_accused(program, diagnosis):
-    assert not accuses(diagnosis), diagnosis.summary
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("attempt", range(4))
-@pytest.mark.parametrize("program", FAULTS)
-def test_fault_is_named_every_time(program, attempt, diagnosis):
-    assert (diagnosis.label, diagnosis.culprit_ranks) == expected_of(program), diagnosis.summary
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("attempt", range(4))
-@pytest.mark.parametrize("program", HEALTHY)
 def test_healthy_program_is_never_accused(program, attempt, diagnosis):
     assert not accuses(diagnosis), diagnosis.summary
 
