@@ -11,13 +11,14 @@ with its own streams, environment and session, but without an interpreter that i
 """
 
 import atexit
+import ctypes
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -99,7 +100,11 @@ def answer(connection: socket.socket) -> NoReturn:
         if request["argv"][0] != "-c":  # a Ctrl-C is for the workers of pytest, too
             os.setsid()
         connection.close()
-        become(request["argv"], request["environment"], request["place"], streams)
+        if request["visible"]:
+            show(request["visible"])
+        # A program that others look at runs its exit handlers where Python does.
+        end = sys.exit if request["visible"] else warm_server.end_process
+        become(request["argv"], request["environment"], request["place"], streams, end)
     for stream in streams:
         os.close(stream)
     with suppress(BrokenPipeError):  # of a test that does not wait any more
@@ -108,7 +113,24 @@ def answer(connection: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def become(argv: list[str], environment: Mapping[str, str], place: str, streams: list[int]) -> NoReturn:
+def show(variables: Mapping[str, str]) -> None:
+    """Write variables into /proc/PID/environ, in the place of those that this process started with."""
+    facts = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = (int(fact) for fact in facts[47:49])  # env_start and env_end of proc_pid_stat(5)
+    shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in variables.items())
+    room = end - begin - len(shown) - len(b"ROOM=\0")
+    assert room >= 0, f"{end - begin} bytes are too few for {variables}"
+    os.environ.update(os.environ)  # copies, as what is there is replaced
+    ctypes.memmove(begin, shown + b"ROOM=" + b"x" * room + b"\0", end - begin)
+
+
+def become(
+    argv: list[str],
+    environment: Mapping[str, str],
+    place: str,
+    streams: list[int],
+    end: Callable[[int], NoReturn] = warm_server.end_process,
+) -> NoReturn:
     """Turn this fork into a program: `-m MODULE ARGUMENT...` or `FILE ARGUMENT...`, after -P or -u."""
     code = 1
     is_safe = argv[0] == SAFE
@@ -138,7 +160,7 @@ def become(argv: list[str], environment: Mapping[str, str], place: str, streams:
     except BaseException:
         warm_server.traceback.print_exc()
     finally:
-        warm_server.end_process(code)
+        end(code)
 
 
 def fork_or_execute(

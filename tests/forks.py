@@ -14,9 +14,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 SERVER = Path(__file__).with_name("fork_server.py")
 ADDRESS = "AREAL_TEST_FORKS"
+ROOM = {"AREAL_TEST_ROOM": "x" * 1024}  # for variables of forks, among those that /proc shows
 COMMAND = str(Path(sys.executable).parent / "areal-debug")
 
 
@@ -28,7 +30,7 @@ def start_server() -> subprocess.Popen[bytes]:
         listener.bind(os.environ[ADDRESS])
         listener.listen(64)
         command = [sys.executable, "-P", str(SERVER), str(listener.fileno())]
-        environment = os.environ | {"PYTHONHASHSEED": "0"}  # of deterministic runs
+        environment = os.environ | ROOM | {"PYTHONHASHSEED": "0"}  # of deterministic runs
         return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment)
 
 
@@ -38,10 +40,15 @@ def send_request(
     environment: Mapping[str, str],
     place: Path | None,
     streams: list[int],
+    visible: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Ask for a fork, which answers with its process id and its exit code."""
+    """Ask for a fork, which answers with its process id and its exit code.
+
+    `visible` are those of its variables that /proc/PID/environ has.
+    """
     channel.connect(os.environ[ADDRESS])
     request = {"argv": [*argv], "environment": {**environment}, "place": str(place or Path.cwd())}
+    request["visible"] = {**visible}
     data = json.dumps(request).encode() + b"\n"
     channel.sendall(data[socket.send_fds(channel, [data], streams) :])
 
@@ -87,14 +94,24 @@ def run_forked(
 class ForkedProgram:
     """A fork that runs `argv`, as in `run_forked`, until it ends or a test kills it.
 
-    It prints where this process prints.
+    Its stdin stays open and silent. It prints to `log`, or where this process prints. The variables
+    in `visible` are seen by other processes, too.
     """
 
-    def __init__(self, argv: Sequence[str], place: Path | None = None) -> None:
-        variables = {name: value for name, value in os.environ.items() if name != ADDRESS}
+    def __init__(
+        self,
+        argv: Sequence[str],
+        place: Path,
+        visible: Mapping[str, str] = MappingProxyType({}),
+        log: Path | None = None,
+    ) -> None:
+        variables = {name: value for name, value in os.environ.items() if name != ADDRESS} | visible
         self._channel = socket.socket(socket.AF_UNIX)
-        with open(os.devnull) as nothing:
-            send_request(self._channel, argv, variables, place, [nothing.fileno(), 1, 2])
+        stdin, self._silence = os.pipe()
+        with open(log or os.devnull, "w") as file:
+            printed = [file.fileno()] * 2 if log else [1, 2]
+            send_request(self._channel, argv, variables, place, [stdin, *printed], visible)
+        os.close(stdin)
         self._answer = self._channel.makefile()
         self.process_id = int(self._answer.readline())
 
@@ -108,6 +125,7 @@ class ForkedProgram:
         self._answer.read()
         self._answer.close()
         self._channel.close()
+        os.close(self._silence)
 
 
 def run_anew(

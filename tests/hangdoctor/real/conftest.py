@@ -1,17 +1,15 @@
 """Start a fault program for real, wait until it hangs, collect it, and end every process of it.
 
 A program defines the expected result in its docstring (`label`, `culprits`, `ranks`, `starts`,
-`launch`). By default its ranks are forks of a fork server, several programs at a time; the long
+`launch`). By default its ranks are forks (`tests/forks.py`), several programs at a time; the long
 tests start them with torchrun.
 """
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,9 +27,9 @@ from hangdoctor.collect.pyspy import Options
 from hangdoctor.diagnose import diagnose
 from hangdoctor.model import Diagnosis
 from hangdoctor.parse.read import read_snapshot
+from tests.forks import ForkedProgram
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
-FORK_SERVER_PROGRAM = Path(__file__).with_name("fork_server.py")
 PROGRAMS_AT_ONCE = 4
 REACH_HANG_POINT_S = 120
 STILL_S = 0.5
@@ -65,58 +63,20 @@ def read_program(name: str) -> Program:
     )
 
 
-class ForkServer:
-    """The process that forks ranks; one for the whole session."""
-
-    def __init__(self, folder: Path) -> None:
-        placeholders = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "0",
-            "MASTER_PORT": "00000",
-            "HANG_POINT_DIR": "0" * 4,
-        }
-        self.folder = folder
-        self.lock = threading.Lock()
-        self.process = subprocess.Popen(
-            [sys.executable, str(FORK_SERVER_PROGRAM)],
-            env=_environment() | placeholders | {"MASTER_ADDR": "127.0.0.1"},
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+def start_forks(program: Program, folder: Path) -> list[ForkedProgram]:
+    """Start the ranks of a program as forks of a process that has torch."""
+    port = str(free_port())
+    job = {"WORLD_SIZE": str(program.num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    job |= {"HANG_POINT_DIR": str(folder / "markers"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return [
+        ForkedProgram(
+            [str(program.path)],
+            folder,
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), **job},
+            folder / f"{rank}.log",
         )
-        self.num_runs = 0
-
-    def start(self, program: Program, folder: Path) -> tuple[int, ...]:
-        """Fork the ranks of a program; return their pids. Markers go to `folder / "markers"`."""
-        with self.lock:
-            self.num_runs += 1
-            markers = f"{self.num_runs:04d}"  # of the length of its placeholder, beside the fork server
-            (self.folder / markers).symlink_to(folder / "markers")
-            port = free_port()  # five digits, the length of its placeholder
-            return tuple(
-                self._fork(program, rank, port, markers, folder / f"{rank}.log") for rank in program.starts
-            )
-
-    def _fork(self, program: Program, rank: int, port: int, markers: str, log: Path) -> int:
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(program.num_ranks),
-            "MASTER_PORT": str(port),
-            "HANG_POINT_DIR": markers,
-        }
-        request = {"program": str(program.path), "environment": environment, "log": str(log)}
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def close(self) -> None:
-        """Let it end; its ranks have ended already."""
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
+        for rank in program.starts
+    ]
 
 
 def _environment() -> dict[str, str]:
@@ -137,22 +97,26 @@ def start_torchrun(program: Program, folder: Path) -> subprocess.Popen:
 
 
 @contextmanager
-def running(program: Program, folder: Path, fork_server: ForkServer | None) -> Iterator[tuple[int, ...]]:
+def running(program: Program, folder: Path, in_forks: bool) -> Iterator[tuple[int, ...]]:
     """Yield the pids of the ranks at the hang point; kill all afterwards.
 
-    Without a fork server torchrun starts the ranks, and its pid is yielded.
+    Those that are no forks are started by torchrun, whose pid is yielded.
     """
     (folder / "markers").mkdir(parents=True)
-    launcher = None
-    if fork_server is None or program.launch == "network_namespace":
+    launcher, forks = None, []
+    if not in_forks or program.launch == "network_namespace":
         launcher = start_torchrun(program, folder)
-    pids = (launcher.pid,) if launcher else fork_server.start(program, folder)
+    else:
+        forks = start_forks(program, folder)
+    pids = (launcher.pid,) if launcher else tuple(fork.process_id for fork in forks)
     try:
         _wait_for_markers(program, pids, folder)
         _wait_until_still(pids)
         yield pids
     finally:
         _kill_tree(pids)
+        for fork in forks:
+            fork.kill()
         if launcher:
             launcher.wait()
             launcher.stdin.close()
@@ -194,29 +158,21 @@ def _kill_tree(pids: tuple[int, ...]) -> None:
             continue
 
 
-def diagnose_program(program: Program, folder: Path, fork_server: ForkServer | None) -> Diagnosis:
+def diagnose_program(program: Program, folder: Path, in_forks: bool) -> Diagnosis:
     """Run a program until it hangs, collect it with the real py-spy, diagnose the collection."""
-    with running(program, folder / "run", fork_server) as pids:
+    with running(program, folder / "run", in_forks) as pids:
         collect_host(Search(pids), folder / "collection", Options(interval_s=1.0))
     return diagnose(read_snapshot([folder / "collection"]))
-
-
-@pytest.fixture(scope="session")
-def fork_server(tmp_path_factory) -> Iterator[ForkServer]:
-    """The process that forks ranks."""
-    fork_server = ForkServer(tmp_path_factory.mktemp("fork_server"))
-    yield fork_server
-    fork_server.close()
 
 
 @pytest.fixture
 def hanging(tmp_path):
     """Context manager: run a program under torchrun to its hang point; yields the pids."""
-    return lambda name: running(read_program(name), tmp_path / "run", fork_server=None)
+    return lambda name: running(read_program(name), tmp_path / "run", in_forks=False)
 
 
 @pytest.fixture(scope="session")
-def diagnoses(request, fork_server, tmp_path_factory) -> Iterator[dict[str, Future]]:
+def diagnoses(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
     """Map test id to future diagnosis, for the program tests of this session, several at a time."""
     items = [item for item in request.session.items if "diagnoses" in item.fixturenames]
     pool = ThreadPoolExecutor(PROGRAMS_AT_ONCE)
@@ -225,7 +181,7 @@ def diagnoses(request, fork_server, tmp_path_factory) -> Iterator[dict[str, Futu
             diagnose_program,
             read_program(item.callspec.params["program"]),
             tmp_path_factory.mktemp(item.callspec.params["program"]),
-            fork_server,
+            True,
         )
         for item in items
     }
@@ -234,7 +190,7 @@ def diagnoses(request, fork_server, tmp_path_factory) -> Iterator[dict[str, Futu
 
 @pytest.fixture
 def diagnosis(request, diagnoses) -> Diagnosis:
-    """The diagnosis of the program of this test, run in the fork server."""
+    """The diagnosis of the program of this test, run in forks."""
     return diagnoses[request.node.nodeid].result()
 
 
@@ -244,4 +200,4 @@ def diagnosis_under_torchrun(request, tmp_path) -> Diagnosis:
     program = read_program(request.node.callspec.params["program"])
     if program.launch == "plain":
         pytest.skip("torchrun would end, start or serve what this fault leaves dead, absent or unserved")
-    return diagnose_program(program, tmp_path, fork_server=None)
+    return diagnose_program(program, tmp_path, in_forks=False)
