@@ -493,9 +493,8 @@ def compare_logged(left: Mapping[str, float], right: Mapping[str, float]) -> Ite
 def compare_numbers(
     stage: str, name: str, left: float | None, right: float | None, minibatch: int | None = None
 ) -> Iterator[StageDifference]:
-    if (left is None) != (right is None) or (
-        left is not None and right is not None and float(left).hex() != float(right).hex()
-    ):
+    one, other = (number if number is None else float(number).hex() for number in (left, right))
+    if one != other:
         largest = None if left is None or right is None else abs(left - right)
         yield StageDifference(stage, name, left, right, largest=largest, minibatch=minibatch)
 

@@ -79,12 +79,8 @@ def identical(left: Record, right: Record, report: DiffReport, is_replay: bool) 
     header = report.set_differently
     settings = tuple(
         Setting(section, item.where, item.recorded, item.current, False, "had no effect on any number")
-        for section, items in (
-            ("config", header.config),
-            ("model", header.model),
-            ("environment", header.environment),
-        )
-        for item in items
+        for section in ("config", "model", "environment")
+        for item in getattr(header, section)
     )
     only = [
         f"{len(steps)} steps from {steps[0]} to {steps[-1]} are only in {side}"
