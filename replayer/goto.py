@@ -133,14 +133,8 @@ def goto(
     record = open_record(folder)
     step_range(record, step, step)
     anchor = nearest_anchor(record, step)
-    request = Request(
-        folder,
-        record.steps[0] if anchor is None else anchor,
-        step,
-        model,
-        stop_at_difference=not keep_going,
-        virtual=virtual,
-    )
+    start = record.steps[0] if anchor is None else anchor
+    request = Request(folder, start, step, model, stop_at_difference=not keep_going, virtual=virtual)
     reports: list[GotoReport] = []  # of each virtual rank of this process: all have the same
 
     def make_visitor(record: Record, trainer: PPOTrainer, request: Request) -> Observer:

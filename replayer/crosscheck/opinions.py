@@ -492,9 +492,8 @@ class Comparison:
     def moved_rows(self, update: Update, found: Loss, changed: tuple[Change, ...]) -> dict[str, Any]:
         moved = np.ones(len(update.rows), bool)
         if changed:
-            shares = self.twin_loss(
-                update, replace(self.base, **{c.option: c.recorded for c in changed})
-            ).shares
+            options = replace(self.base, **{c.option: c.recorded for c in changed})
+            shares = self.twin_loss(update, options).shares
             own = self.twin_loss(update, self.base).shares
             moved = np.abs(shares - own) > found.error / len(own)
         differing = update.rows[moved]

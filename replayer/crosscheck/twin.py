@@ -261,9 +261,8 @@ def rows_and_penalty(rows: StepRows, options: Options, kl: Bounded) -> tuple[Bou
     spread = np.abs(reward.value) + 1
     nothing = np.zeros(kl.value.shape)
     more = kl.error.sum(1) + sum_error(kl.value.shape[1]) * np.abs(kl.value).sum(1)
-    return Bounded(
-        reward.value, reward.error + more.max(initial=0.0) * spread / max(options.eps, 1e-3)
-    ), Bounded(nothing, nothing)
+    error = reward.error + more.max(initial=0.0) * spread / max(options.eps, 1e-3)
+    return Bounded(reward.value, error), Bounded(nothing, nothing)
 
 
 def gae(reward: Bounded, penalty: Bounded, values: Floats | None, mask: Bools, options: Options) -> Bounded:
