@@ -342,23 +342,17 @@ def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
 
 def moved_paths(recorded: RecordHeader, current: RecordHeader) -> list[str]:
     """Options with the path of the model in both runs: it may differ if the files are equal."""
-    options = {
-        "actor.path": ("actor", "path"),
-        "ref.path": ("ref", "path"),
-        "critic.path": ("critic", "path"),
-        "tokenizer_path": ("tokenizer_path",),
-    }
     both = (recorded.config, current.config)
     return [
         option
-        for option, keys in options.items()
-        if all(member(config, keys) == member(config, options["actor.path"]) for config in both)
+        for option in ("actor.path", "ref.path", "critic.path", "tokenizer_path")
+        if all(member(config, option) == member(config, "actor.path") for config in both)
     ]
 
 
-def member(config: Any, keys: tuple[str, ...]) -> Any:
-    """Return a member of nested dicts, None if one is absent or None."""
-    for key in keys:
+def member(config: Any, option: str) -> Any:
+    """Return an option of nested dicts, None if a member is absent or None."""
+    for key in option.split("."):
         config = config[key] if isinstance(config, dict) and key in config else None
     return config
 

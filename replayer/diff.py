@@ -184,14 +184,8 @@ def why_unrelated(left: Record, right: Record, steps: Sequence[int]) -> str | No
     """
     if share_a_prompt(left, right, steps):
         return None
-    sizes = [
-        sum(
-            entry["size_bytes"]
-            for name, entry in side.header.model["files"].items()
-            if name.endswith(WEIGHTS)
-        )
-        for side in (left, right)
-    ]
+    files = [side.header.model["files"].items() for side in (left, right)]
+    sizes = [sum(entry["size_bytes"] for name, entry in of if name.endswith(WEIGHTS)) for of in files]
     if all(sizes):
         model = "models of other sizes" if sizes[0] != sizes[1] else None
     elif left.header.config_is_ours and right.header.config_is_ours:

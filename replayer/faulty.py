@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from areal_core.engine.bit_sums import Sums, locate, parse_sums
 from recorder import Record, RecordedStep
-from replayer.check import NOT_COMPUTED, compare_run
+from replayer.check import compare_run, computed
 from replayer.compare.stages import files, position
 from replayer.errors import ReplayError
 
@@ -168,11 +168,9 @@ def numbers_of(step: RecordedStep) -> Numbers:
     found |= {Place("actor", AFTER, None, None, f"weight {name}"): value for name, value in weights.items()}
     for model, shards in plans[0].get("shards", {}).items():
         found |= {Place(model, AFTER, rank, None, SHARDS): value for rank, value in enumerate(shards)}
-    computed = {
-        name: float(value).hex() for name, value in stats.items() if not name.startswith(NOT_COMPUTED)
-    }
     return found | {
-        Place("actor", AFTER, None, None, f"statistic {n}"): value for n, value in computed.items()
+        Place("actor", AFTER, None, None, f"statistic {name}"): float(value).hex()
+        for name, value in computed(stats).items()
     }
 
 
@@ -200,6 +198,7 @@ def judge(
     Args:
         is_first: no step before it was compared.
     """
+    agreed = replays[0]
     if len(replays) > 2:
         alone = [
             n for n, (a, b) in enumerate([(1, 2), (0, 2), (0, 1)]) if not differing(replays[a], replays[b])
@@ -211,8 +210,6 @@ def judge(
             found = locate_first(replays[alone[0]], agreed, differing(replays[alone[0]], agreed))
             said = f"replay {alone[0] + 1} alone has other bits; the record and the other replays agree"
             return found | {"kind": "corruption here", "confidence": "high", "evidence": (said,)}
-    else:
-        agreed = replays[0]
     different = differing(recorded, agreed)
     found = locate_first(recorded, agreed, different)
     return found | judge_record(recorded, different, found, step, settings, is_first)

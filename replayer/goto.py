@@ -133,14 +133,8 @@ def goto(
     record = open_record(folder)
     step_range(record, step, step)
     anchor = nearest_anchor(record, step)
-    request = Request(
-        folder,
-        record.steps[0] if anchor is None else anchor,
-        step,
-        model,
-        stop_at_difference=not keep_going,
-        virtual=virtual,
-    )
+    start = record.steps[0] if anchor is None else anchor
+    request = Request(folder, start, step, model, stop_at_difference=not keep_going, virtual=virtual)
     reports: list[GotoReport] = []  # of each virtual rank of this process: all have the same
 
     def make_visitor(record: Record, trainer: PPOTrainer, request: Request) -> Observer:
@@ -156,7 +150,7 @@ def goto(
             report.own_code = found.own_code
 
         check = check_of(record, trainer, request, on_start=add_own_code, on_step=add_result)
-        visitor = Visitor(record, trainer, report, visit, finish_step)
+        visitor = visit_once(record, trainer, report, visit, finish_step)
 
         def observe(event: str, **facts: Any) -> None:
             check(event, **facts)
@@ -169,45 +163,28 @@ def goto(
     return reports[0]
 
 
-class Visitor:
-    """An observer that calls `visit` once, at the stage of the step in the report."""
+def visit_once(
+    record: Record, trainer: PPOTrainer, report: GotoReport, visit: Visit, finish_step: bool
+) -> Observer:
+    """Return an observer that calls `visit` once, at the stage of the step in the report."""
+    batch: Batch = {}
 
-    def __init__(
-        self, record: Record, trainer: PPOTrainer, report: GotoReport, visit: Visit, finish_step: bool
-    ) -> None:
-        self.record, self.trainer, self.report, self.visit = record, trainer, report, visit
-        self.finish_step = finish_step
-        self.batch: Batch = {}
-
-    def __call__(self, event: str, **facts: Any) -> None:
-        """Handle an event (ARCHITECTURE.md)."""
-        if event in ("start", "end") or self.report.reached or facts["step"] != self.report.step:
+    def observe(event: str, **facts: Any) -> None:
+        nonlocal batch
+        if event in ("start", "end") or report.reached or facts["step"] != report.step:
             return
         if event == "batch":
-            self.batch = facts["batch"]
-            self.report.num_parameters, self.report.wrong_parameters = compare_weights(
-                self.record, self.trainer, self.report.step
-            )
-        if event == STAGES[self.report.stage]:
-            self.report.reached = True
-            self.visit(self.scene(facts))
-            if not self.finish_step:
+            batch = facts["batch"]
+            report.num_parameters, report.wrong_parameters = compare_weights(record, trainer, report.step)
+        if event == STAGES[report.stage]:
+            report.reached = True
+            recorded, rank = record.step(report.step), trainer.ranks.data_parallel_rank
+            plan, outcome = recorded.plan(rank), recorded.outcome(rank)
+            visit(Scene(trainer, record, report.step, report.stage, batch, plan, outcome, facts))
+            if not finish_step:
                 raise VisitFinished
 
-    def scene(self, facts: Mapping[str, Any]) -> Scene:
-        """Build the scene at the current event."""
-        recorded = self.record.step(self.report.step)
-        rank = self.trainer.ranks.data_parallel_rank
-        return Scene(
-            self.trainer,
-            self.record,
-            self.report.step,
-            self.report.stage,
-            self.batch,
-            recorded.plan(rank),
-            recorded.outcome(rank),
-            facts,
-        )
+    return observe
 
 
 def compare_weights(record: Record, trainer: PPOTrainer, step: int) -> tuple[int, list[str]]:

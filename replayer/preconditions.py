@@ -6,7 +6,7 @@ record has no plans, so that nothing can be checked against bits.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -267,12 +267,14 @@ def check_values(record: Record, config: PPOConfig, first: int, last: int, has_r
         instead = values_needed(config.actor, has_rewards)
     for step in [step for step in record.steps if first <= step <= last]:
         recorded = record.step(step)
-        total = sum(recorded.num_rows(rank) for rank in range(recorded.manifest.num_ranks))
-        for key, count in unknown_rows(recorded, list(instead)):
-            raise ReplayError(
-                f"{record.path} cannot be replayed with these options: {key} is not known in {count} of "
-                f"{total} rows of step {step}; {instead[key]}"
-            )
+        ranks = range(recorded.manifest.num_ranks)
+        total = sum(map(recorded.num_rows, ranks))
+        for key, advice in instead.items():
+            if count := sum(int((~known_rows(recorded, rank, key)).sum()) for rank in ranks):
+                raise ReplayError(
+                    f"{record.path} cannot be replayed with these options: {key} is not known in {count} of "
+                    f"{total} rows of step {step}; {advice}"
+                )
 
 
 def values_needed(actor: PPOActorConfig, has_rewards: bool) -> dict[str, str]:
@@ -303,13 +305,6 @@ def stand_ins(record: Record, last: int) -> list[str]:
     steps = [record.step(step) for step in record.steps if step <= last]
     unknown = {key for step in steps for key in step.num_unknown()}
     return [sentence for key, sentence in STAND_INS.items() if key in unknown]
-
-
-def unknown_rows(step: RecordedStep, keys: list[str]) -> Iterator[tuple[str, int]]:
-    for key in keys:
-        count = sum(int((~known_rows(step, rank, key)).sum()) for rank in range(step.manifest.num_ranks))
-        if count:
-            yield key, count
 
 
 def known_rows(step: RecordedStep, rank: int, key: str) -> np.ndarray:

@@ -64,13 +64,9 @@ def place_of(report: FaultyReport) -> str:
     """Return where the first number that differs was computed."""
     place = report.place
     assert place is not None
-    parts = [f"step {report.step}"]
-    if place.minibatch == BEFORE:
-        parts.append("before the update")
-    elif place.minibatch == AFTER:
-        parts.append("after the update")
-    else:
-        parts.append(f"{place.model}, minibatch {place.minibatch}")
+    around = {BEFORE: "before the update", AFTER: "after the update"}
+    update = around.get(place.minibatch, f"{place.model}, minibatch {place.minibatch}")
+    parts = [f"step {report.step}", update]
     parts += [] if report.rank is None else [f"rank {report.rank}"]
     parts += [] if place.micro_batch is None else [f"micro-batch {place.micro_batch}"]
     parts.append(place.what)

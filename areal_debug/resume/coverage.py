@@ -255,13 +255,8 @@ def judge_shuffled(
 def report_of(found: Coverage) -> Report:
     """Return the verdict, the findings and the counts."""
     word = "Inconclusive" if found.verdict == "unknown" else found.verdict.capitalize()
-    sentence = (
-        found.findings[0] if found.findings else f"{found.num_groups} groups of {found.num_rows} rows of data"
-    )
-    rows = rows_of("also", found.findings[1:], "bad")
-    rows += [
-        Row("groups", ", ".join(f"{count} with {size} rows" for size, count in sorted(found.sizes.items())))
-    ]
-    rows += rows_of("note", found.notes, "unsure")
+    sentence, *also = found.findings or [f"{found.num_groups} groups of {found.num_rows} rows of data"]
+    sizes = ", ".join(f"{count} with {size} rows" for size, count in sorted(found.sizes.items()))
+    rows = [*rows_of("also", also, "bad"), Row("groups", sizes), *rows_of("note", found.notes, "unsure")]
     refuted = "the trainer's own count of rows that it read, if it equals what was trained on"
     return Report(word, sentence, tone_of(found.verdict), [Facts([*rows, Row("refuted if", refuted, "dim")])])

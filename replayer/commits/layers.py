@@ -11,7 +11,7 @@ arises in the first call whose input is still equal and whose output is not.
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -198,14 +198,8 @@ def first_difference(
     found = [
         (rank, index, a.name == b.name and a.input == b.input)
         for rank, calls in enumerate(zip(left, right, strict=False))
-        for index, (a, b) in differing(*calls)
+        for index, (a, b) in enumerate(zip(*calls, strict=False))
+        if (a.name, a.input, a.output) != (b.name, b.input, b.output)
     ]
     arising = [item for item in found if item[2]] or found
     return min(arising, key=lambda item: item[1])[:2] if arising else None
-
-
-def differing(left: Sequence[Call], right: Sequence[Call]) -> Iterator[tuple[int, tuple[Call, Call]]]:
-    """Yield the calls of a rank that differ, with their indices."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if (a.name, a.input, a.output) != (b.name, b.input, b.output):
-            yield index, (a, b)

@@ -14,8 +14,9 @@ row whose bit is set, NaN in a tensor of that trainer. Its statistics have its o
 
 import tomllib
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ class RowSpan:
 Rows = dict[tuple[int, int], RowSpan]
 Content = tuple[Hashable, Hashable]  # of a row: all of it, and its prompt
 Files = list[tuple[str, BatchEntry]]
+Described = Callable[[], tuple[str | None, str | None]]  # what each side has
 Foreign = tuple[bool, bool]
 Update = dict[str, float]  # loss (of all ranks), grad_norm and lr of an optimizer step
 
@@ -349,42 +351,51 @@ def compare_images(
     left: RecordedStep, right: RecordedStep, rows: Rows, other_rows: Rows
 ) -> Iterator[StageDifference]:
     """Yield the difference of pictures in the rows that both sides have, with the first one."""
-    here, there = (
-        [pictures_of(step, rank) for rank in range(step.manifest.num_ranks)] for step in (left, right)
-    )
-    first, num_different, num_compared = None, 0, 0
-    for name in [name for name in rows if name in other_rows]:
-        row, other = rows[name], other_rows[name]
-        pairs = list(zip_longest(here[row.rank][row.row], there[other.rank][other.row]))
-        different = [number for number, (a, b) in enumerate(pairs) if a != b]
-        num_different, num_compared = num_different + len(different), num_compared + len(pairs)
-        if different and first is None:
-            first = place_of(row, right=other), describe(different[0], *pairs[different[0]], (left, right))
-    if first is not None:
-        place, texts = first
-        yield StageDifference("batch", "images", *texts, num_different, num_compared, place=place)
+
+    def differing(one: Sequence[Any], other: Sequence[Any]) -> tuple[list[Described], int]:
+        pairs = list(zip_longest(one, other))
+        different = [(number, a, b) for number, (a, b) in enumerate(pairs) if a != b]
+        return [partial(describe, *one, (left, right)) for one in different], len(pairs)
+
+    yield from compare_contents("images", (left, right), (rows, other_rows), pictures_of, differing)
 
 
 def compare_tool_results(
     left: RecordedStep, right: RecordedStep, rows: Rows, other_rows: Rows
 ) -> Iterator[StageDifference]:
     """Yield the first row in which a tool returned something else, and in how many it did."""
-    here, there = (
-        [conversations(step, rank) for rank in range(step.manifest.num_ranks)] for step in (left, right)
-    )
+
+    def differing(one: Any, other: Any) -> tuple[list[Described], int]:
+        found = differing_result(one, other)
+        return [] if found is None else [lambda: found], 1
+
+    yield from compare_contents("tool result", (left, right), (rows, other_rows), conversations, differing)
+
+
+def compare_contents(
+    name: str,
+    steps: Sequence[RecordedStep],
+    rows: tuple[Rows, Rows],
+    read: Callable[[RecordedStep, int], Sequence[Any] | None],
+    differing: Callable[[Any, Any], tuple[list[Described], int]],
+) -> Iterator[StageDifference]:
+    """Yield the difference of what `read` returns of each row of a rank, with the first one.
+
+    `differing` returns what differs in a row, and of how many.
+    """
+    here, there = ([read(step, rank) for rank in range(step.manifest.num_ranks)] for step in steps)
     first, num_different, num_compared = None, 0, 0
-    for name in [name for name in rows if name in other_rows]:
-        row, other = rows[name], other_rows[name]
+    for row, other in [(row, rows[1][name]) for name, row in rows[0].items() if name in rows[1]]:
         one, two = here[row.rank], there[other.rank]
         if one is None or two is None:
             continue
-        found = differing_result(one[row.row], two[other.row])
-        num_different, num_compared = num_different + (found is not None), num_compared + 1
-        if found is not None and first is None:
-            first = place_of(row, right=other), found
+        found, number = differing(one[row.row], two[other.row])
+        num_different, num_compared = num_different + len(found), num_compared + number
+        if found and first is None:
+            first = place_of(row, right=other), found[0]()
     if first is not None:
         place, texts = first
-        yield StageDifference("batch", "tool result", *texts, num_different, num_compared, place=place)
+        yield StageDifference("batch", name, *texts, num_different, num_compared, place=place)
 
 
 def place_of(row: RowSpan, token: int | None = None, right: RowSpan | None = None) -> Place:
@@ -482,9 +493,8 @@ def compare_logged(left: Mapping[str, float], right: Mapping[str, float]) -> Ite
 def compare_numbers(
     stage: str, name: str, left: float | None, right: float | None, minibatch: int | None = None
 ) -> Iterator[StageDifference]:
-    if (left is None) != (right is None) or (
-        left is not None and right is not None and float(left).hex() != float(right).hex()
-    ):
+    one, other = (number if number is None else float(number).hex() for number in (left, right))
+    if one != other:
         largest = None if left is None or right is None else abs(left - right)
         yield StageDifference(stage, name, left, right, largest=largest, minibatch=minibatch)
 

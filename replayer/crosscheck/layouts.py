@@ -8,6 +8,7 @@ layout has 4 micro-batches and the other one, it is a mean where a sum belongs, 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -147,8 +148,5 @@ def numbers_of(one: StepRows, other: StepRows) -> Iterator[tuple[str, float, flo
             for rows in (one, other)
         ]
         if all(values):
-            yield (
-                f"the {what.replace('grad_', 'gradient ')} of a step",
-                sum(values[0]) / len(values[0]),
-                sum(values[1]) / len(values[1]),
-            )
+            name = what.replace("grad_", "gradient ")
+            yield f"the {name} of a step", fmean(values[0]), fmean(values[1])

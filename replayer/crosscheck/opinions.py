@@ -231,14 +231,14 @@ class Crosscheck:
 
     def to_dict(self) -> dict[str, Any]:
         """The report in JSON types."""
-        stage = None if self.first is None else self.first[1]
+        by, stage = self.first or (None, None)
         return {
             "verdict": self.verdict,
-            "first_stage": None if stage is None else stage.stage,
-            "option": None if stage is None else stage.option,
-            "rows": [] if stage is None else [asdict(row) for row in stage.rows],
-            "num_rows": 0 if stage is None else stage.num_rows,
-            "by": None if self.first is None else self.first[0].name,
+            "first_stage": stage and stage.stage,
+            "option": stage and stage.option,
+            "rows": [asdict(row) for row in stage.rows] if stage else [],
+            "num_rows": stage.num_rows if stage else 0,
+            "by": by and by.name,
             "step": self.step,
             "opinions": [asdict(opinion) for opinion in self.opinions],
             "notes": list(self.notes),
@@ -492,9 +492,8 @@ class Comparison:
     def moved_rows(self, update: Update, found: Loss, changed: tuple[Change, ...]) -> dict[str, Any]:
         moved = np.ones(len(update.rows), bool)
         if changed:
-            shares = self.twin_loss(
-                update, replace(self.base, **{c.option: c.recorded for c in changed})
-            ).shares
+            options = replace(self.base, **{c.option: c.recorded for c in changed})
+            shares = self.twin_loss(update, options).shares
             own = self.twin_loss(update, self.base).shares
             moved = np.abs(shares - own) > found.error / len(own)
         differing = update.rows[moved]

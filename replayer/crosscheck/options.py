@@ -9,7 +9,7 @@ that trainer's default.
 import time
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import inf, isclose
 from operator import itemgetter
@@ -45,8 +45,7 @@ class Options:
         clip_high: None is clip_low; dual_clip: None is off.
         kl_weight: a token's KL in the loss is multiplied by its "ratio", or not (None).
         policy_mask: tokens whose policy loss is added up, a variant of the loss mask, and kl_mask
-            those
-            whose KL is; by default `mask`, by whose tokens both are divided.
+            those whose KL is; by default `mask`, by whose tokens both are divided.
         kl_logprobs: the log-probs whose KL to the reference is in the loss.
         loss_scale: factor on the loss, gradient_scale on its gradient alone, which may be that of
             the last micro-batch.
@@ -149,11 +148,8 @@ class Change:
 
 def changes(expected: Options, recorded: Options) -> tuple[Change, ...]:
     """Return the options that differ."""
-    pairs = [
-        (field.name, getattr(expected, field.name), getattr(recorded, field.name))
-        for field in fields(Options)
-    ]
-    return tuple(Change(name, left, right) for name, left, right in pairs if left != right)
+    left, right = vars(expected), vars(recorded)
+    return tuple(Change(name, left[name], right[name]) for name in left if left[name] != right[name])
 
 
 def sentence(

@@ -143,13 +143,7 @@ def norm(section: Mapping[str, Any] | None) -> dict[str, Any]:
     """Read a normalisation of our configuration."""
     if section is None:
         return {"mean": None, "std": None}
-    return {
-        "mean": section["mean_level"],
-        "leave_one_out": section["mean_leave1out"],
-        "std": section["std_level"],
-        "unbiased": section["std_unbiased"],
-        "eps": section["eps"],
-    }
+    return {option: section[name] for option, name in TABLES["normalisation"].items()}
 
 
 def overlong(actor: Mapping[str, Any]) -> tuple[int, int, float] | None:

@@ -24,6 +24,7 @@ UNIT = 2.0**-24  # relative rounding error of float32
 SMALLEST = 2.0**-149
 V = TypeVar("V", Floats, Tensor)
 TRUNCATED = 1  # finish reason
+NORMALISATION = ("mean", "std", "leave_one_out", "unbiased", "eps", "inside_root")  # also of tokens
 
 
 @dataclass(frozen=True)
@@ -133,34 +134,24 @@ def groups_of(rows: StepRows, options: Options) -> npt.NDArray[np.int64]:
     return groups
 
 
-def normalized(
-    given: Bounded,
-    sets: dict[str | None, npt.NDArray[np.int64]],
-    levels: tuple[str | None, str | None],
-    *,
-    leave_one_out: bool,
-    unbiased: bool,
-    eps: float,
-    inside_root: bool,
-    lone: str,
-) -> Bounded:
+def normalized(given: Bounded, sets: dict[str | None, npt.NDArray[np.int64]], options: Options) -> Bounded:
     """Subtract a mean and divide by a standard deviation, [N].
 
     `sets`: number of each value's set by level. A set without spread has the advantage 0.
     """
-    value, error = given.value, given.error
-    mean_level, std_level = levels
+    value, error, eps = given.value, given.error, options.eps
+    mean_level, std_level = options.mean, options.std
     if mean_level is not None:
         mean, count = moments(value, sets[mean_level])
         size = np.maximum(largest(np.abs(value), sets[mean_level]), SMALLEST)
         error = error + largest(error, sets[mean_level]) + (sum_error(count) + 2 * UNIT) * size
-        if leave_one_out:
+        if options.leave_one_out:
             factor = np.where(count > 1, count / np.maximum(count - 1, 1), 0.0)
             value, error = (value - mean) * factor, error * np.maximum(factor, 1)
         else:
             value = value - mean
         alone = count <= 1
-        value = np.where(alone, 0.0 if lone == "zero" else given.value, value)
+        value = np.where(alone, 0.0 if options.lone == "zero" else given.value, value)
     else:
         alone = np.zeros(len(value), bool)
     if std_level is None:
@@ -168,9 +159,9 @@ def normalized(
     mean, count = moments(given.value, sets[std_level])
     variance, _ = moments((given.value - mean) ** 2, sets[std_level])
     flat = variance <= (4 * UNIT * largest(np.abs(given.value), sets[std_level])) ** 2
-    if unbiased:
+    if options.unbiased:
         variance = variance * count / np.maximum(count - 1, 1)
-    spread = np.sqrt(variance + eps) if inside_root else np.sqrt(variance) + eps
+    spread = np.sqrt(variance + eps) if options.inside_root else np.sqrt(variance) + eps
     # of the standard deviation: its sum, and the error of the mean, which enters squared
     of_mean = largest(given.error, sets[std_level]) + sum_error(count) * largest(
         np.abs(given.value), sets[std_level]
@@ -182,9 +173,8 @@ def normalized(
     with np.errstate(divide="ignore", invalid="ignore"):
         result = np.where(flat, 0.0, value / spread)
         bound = error / np.where(flat, np.maximum(eps, SMALLEST), spread) + np.abs(result) * relative
-    if lone == "reward":
-        alone_spread = 1.0 + eps
-        result, bound = np.where(alone, value / alone_spread, result), np.where(alone, error, bound)
+    if options.lone == "reward":
+        result, bound = np.where(alone, value / (1.0 + eps), result), np.where(alone, error, bound)
     # without spread, float32 divides rounding errors of the mean by eps; our trainer returns 0
     return Bounded(result, bound)
 
@@ -207,16 +197,7 @@ def largest(values: Floats, sets: npt.NDArray[np.int64]) -> Floats:
 def row_rewards(rows: StepRows, options: Options) -> Bounded:
     """Return the shaped rewards, normalised over rows, [N]."""
     groups = groups_of(rows, options)
-    return normalized(
-        rewards_of(rows, options),
-        {"group": groups, "batch": np.zeros_like(groups)},
-        (options.mean, options.std),
-        leave_one_out=options.leave_one_out,
-        unbiased=options.unbiased,
-        eps=options.eps,
-        inside_root=options.inside_root,
-        lone=options.lone,
-    )
+    return normalized(rewards_of(rows, options), {"group": groups, "batch": np.zeros_like(groups)}, options)
 
 
 def advantages_of(rows: StepRows, options: Options) -> Bounded:
@@ -228,8 +209,7 @@ def advantages_of(rows: StepRows, options: Options) -> Bounded:
     values = rows.tensors.get("values")
     plain = values is None and options.discount == options.gae_lambda == 1.0 and not penalty.value.any()
     if plain:
-        spread = np.where(mask, reward.value[:, None], 0.0), np.where(mask, reward.error[:, None], 0.0)
-        advantages = Bounded(*spread)
+        advantages = Bounded(*(np.where(mask, of[:, None], 0.0) for of in (reward.value, reward.error)))
     else:
         advantages = gae(reward, penalty, values, mask, options)
     if options.length == "divided":
@@ -243,15 +223,11 @@ def advantages_of(rows: StepRows, options: Options) -> Bounded:
     if options.token_mean is None and options.token_std is None:
         return advantages
     sets = np.broadcast_to(groups_of(rows, options)[:, None], mask.shape)[mask]
+    of_tokens = {name: getattr(options, f"token_{name}") for name in NORMALISATION}
     found = normalized(
         advantages.at(mask),
         {"group": sets, "batch": token_sets(rows, options)[mask]},
-        (options.token_mean, options.token_std),
-        leave_one_out=options.token_leave_one_out,
-        unbiased=options.token_unbiased,
-        eps=options.token_eps,
-        inside_root=options.token_inside_root,
-        lone="zero",
+        replace(options, **of_tokens, lone="zero"),
     )
     value, error = np.zeros(mask.shape), np.zeros(mask.shape)
     value[mask], error[mask] = found.value, found.error
@@ -285,9 +261,8 @@ def rows_and_penalty(rows: StepRows, options: Options, kl: Bounded) -> tuple[Bou
     spread = np.abs(reward.value) + 1
     nothing = np.zeros(kl.value.shape)
     more = kl.error.sum(1) + sum_error(kl.value.shape[1]) * np.abs(kl.value).sum(1)
-    return Bounded(
-        reward.value, reward.error + more.max(initial=0.0) * spread / max(options.eps, 1e-3)
-    ), Bounded(nothing, nothing)
+    error = reward.error + more.max(initial=0.0) * spread / max(options.eps, 1e-3)
+    return Bounded(reward.value, error), Bounded(nothing, nothing)
 
 
 def gae(reward: Bounded, penalty: Bounded, values: Floats | None, mask: Bools, options: Options) -> Bounded:

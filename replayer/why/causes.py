@@ -114,15 +114,8 @@ def settings_of(case: Case) -> list[Setting]:
     for outside in case.outside:
         section = "environment" if outside.kind in ("variable", "library") else "code"
         acts = outside_acts(case, outside)
-        why = (
-            f"can act on the {first.stage}"
-            if acts
-            else "what acts of a commit is listed as evidence"
-            if outside.kind == "commit"
-            else f"acts later, from the {outside.acts_from} on"
-            if outside.kind == "own code"
-            else "does not act on rows"
-        )
+        without = TABLE["without_effect"][outside.kind].format(acts_from=outside.acts_from)
+        why = f"can act on the {first.stage}" if acts else without
         found.append(Setting(section, outside.what, None, None, acts, why, is_outside=True))
     return sorted(found, key=lambda setting: not setting.acts)
 
@@ -200,10 +193,8 @@ def replay_command(record: Record, step: int, override: str = "") -> str:
 
 
 def code_of_user(record: Record) -> str:
-    return "".join(
-        f" {quote(word)}"
-        for word in code_arguments([own.file for own in own_code_of(record.header).values()])
-    )
+    files = [own.file for own in own_code_of(record.header).values()]
+    return "".join(f" {quote(word)}" for word in code_arguments(files))
 
 
 def model_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Finding]:
@@ -361,12 +352,10 @@ def aligned_finding(case: Case, command: str) -> Finding | None:
 def order_finding(case: Case, command: str) -> Finding:
     """Judge another order of the prompts: of the data set, if no run shuffles."""
     configs = (case.left.header.config, case.right.header.config)
+    shuffles = [config.get("shuffle_dataset") for config in configs]
     data = [config.get("train_dataset") for config in configs]
-    shuffles = [one.get("shuffle") for one in data if isinstance(one, dict)]
-    in_order = [*shuffles, *(config.get("shuffle_dataset") for config in configs)].count(False) == len(
-        configs
-    )
-    return finding("order_of_data" if in_order else "order", command)
+    shuffles += [one.get("shuffle") for one in data if isinstance(one, dict)]
+    return finding("order_of_data" if shuffles.count(False) == len(configs) else "order", command)
 
 
 def answers_finding(case: Case, command: str) -> Finding:
@@ -376,21 +365,18 @@ def answers_finding(case: Case, command: str) -> Finding:
     is_exchanged = all(
         there.get((prompt, 1 - sample)) == here[prompt, sample] for prompt, sample in differing
     )
-    return finding(
-        "exchanged" if is_exchanged else "answers", command, differing=len(differing), total=len(here)
-    )
+    key = "exchanged" if is_exchanged else "answers"
+    return finding(key, command, differing=len(differing), total=len(here))
 
 
 def reward_code_unknown(case: Case) -> str:
     """Return a sentence if a record names neither its reward function nor its commit, else ""."""
-    unnamed = [
+    names = " and ".join(
         name
         for name, record in (("A", case.left), ("B", case.right))
         if not (code := code_of(record.header)).get("reward_fn") and code.get("commit") is None
-    ]
-    if not unnamed:
-        return ""
-    return f"the code of {' and '.join(unnamed)} is not recorded, so it may be an edit or chance"
+    )
+    return names and f"the code of {names} is not recorded, so it may be an edit or chance"
 
 
 def shown(value: Any) -> str:

@@ -79,12 +79,8 @@ def identical(left: Record, right: Record, report: DiffReport, is_replay: bool) 
     header = report.set_differently
     settings = tuple(
         Setting(section, item.where, item.recorded, item.current, False, "had no effect on any number")
-        for section, items in (
-            ("config", header.config),
-            ("model", header.model),
-            ("environment", header.environment),
-        )
-        for item in items
+        for section in ("config", "model", "environment")
+        for item in getattr(header, section)
     )
     only = [
         f"{len(steps)} steps from {steps[0]} to {steps[-1]} are only in {side}"
@@ -135,17 +131,8 @@ def make_case(left: Record, right: Record, report: DiffReport, is_replay: bool) 
     first = causal_tensor(report.differences)
     pattern = find_pattern(here, there, first, foreign)
     outside = code_differences(left.header, right.header, is_replay)
-    return Case(
-        left,
-        right,
-        step,
-        first,
-        pattern,
-        report,
-        tuple(outside),
-        weights_before(left, right, step),
-        is_replay,
-    )
+    before = weights_before(left, right, step)
+    return Case(left, right, step, first, pattern, report, outside, before, is_replay)
 
 
 def weights_before(left: Record, right: Record, step: int) -> bool | None:
@@ -210,14 +197,7 @@ def with_engine(case: Case, found: Finding, options: Options) -> Finding:
     engine = engine_finding(case, options)
     if engine is None or engine.cause.kind != "engine":
         return found
-    where = found.cause
-    cause = replace(
-        engine.cause,
-        what=f"{engine.cause.what}; {where.what}",
-        file=where.file,
-        line=where.line,
-        commit=where.commit,
-    )
+    cause = replace(found.cause, kind="engine", what=f"{engine.cause.what}; {found.cause.what}")
     return replace(engine, cause=cause, next=found.next).with_evidence(*found.evidence)
 
 
