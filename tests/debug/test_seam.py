@@ -189,23 +189,22 @@ def test_several_pauses_are_asked_about_and_a_trainer_log_decides(tmp_path):
 def test_few_prompts_in_a_cycle_are_not_read_again(tmp_path, write, again):
     write(prompts=lambda s: [(5 * (s - 12) + i) % 60 for i in range(5)] if again else [0, 1, 2, 3, 4])
     if not again:  # every step has the same prompts, before, too
-        with Recorder(
-            tmp_path / "c" / "record", trainer="slime", config={"global_batch_size": 10}
-        ) as recorder:
-            for step in range(BREAK):
-                rows = rows_of(step, step, step, 0.01 * (1 + step), 0.01, range(5))
-                recorder.step(step, rows, stats={"train/lr-pg_0": 1e-3})
+        write_half(tmp_path / "c", range(BREAK), prompts=lambda s: range(5), lr=lambda s: 1e-3)
     found = seam(tmp_path / ("a" if again else "c"), tmp_path / "b")[1]
     assert found["data"]["state"] == ("changed" if again else "continues")
 
 
-def test_generators_that_never_move_and_an_absent_configuration_show_nothing(tmp_path):
-    for name, steps in (("a", range(6)), ("b", range(6, 12))):
-        config = {"global_batch_size": 10, "eval_batch_size": len(steps)} if name == "a" else {}
-        with Recorder(tmp_path / name, trainer="slime", config=config) as recorder:
-            for step in steps:
+def write_two(folder, *configs, **facts):
+    """Write records a and b, of six steps each, with these configurations."""
+    for name, first, config in zip("ab", (0, 6), configs, strict=True):
+        with Recorder(folder / name, trainer="slime", config=config) as recorder:
+            for step in range(first, first + 6):
                 rows = rows_of(step, step, step, 0.01, 0.01, range(5 * step, 5 * step + 5))
-                recorder.step(step, rows, rng={"torch": "00"})
+                recorder.step(step, rows, **facts)
+
+
+def test_generators_that_never_move_and_an_absent_configuration_show_nothing(tmp_path):
+    write_two(tmp_path, {"global_batch_size": 10, "eval_batch_size": 6}, {}, rng={"torch": "00"})
     states = seam(tmp_path / "a", tmp_path / "b")[1]
     assert states["layout"]["state"] == "continues"
     assert states["rng"]["state"] != "changed"
@@ -230,11 +229,11 @@ def test_a_run_says_in_one_line_what_its_own_resume_changed(tmp_path):
 
 
 def test_an_option_that_differs_is_listed_beside_the_states(tmp_path):
-    for name, steps in (("a", range(6)), ("b", range(6, 12))):
-        config = {"gconfig": {"temperature": 1.0 if name == "a" else 0.6}, "output_dir": name}
-        with Recorder(tmp_path / name, trainer="slime", config=config) as recorder:
-            for step in steps:
-                recorder.step(step, rows_of(step, step, step, 0.01, 0.01, range(5 * step, 5 * step + 5)))
+    configs = [
+        {"gconfig": {"temperature": 1.0}, "output_dir": "a"},
+        {"gconfig": {"temperature": 0.6}, "output_dir": "b"},
+    ]
+    write_two(tmp_path, *configs)
     done = CliRunner().invoke(main, ["record", "seam", str(tmp_path / "a"), str(tmp_path / "b")])
     assert "between step 5 and step 6, but options differ: 1" in done.output
     assert "gconfig.temperature 1.0 -> 0.6" in done.output

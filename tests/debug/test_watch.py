@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 import areal_debug
 from areal_core.errors import NonFiniteError
@@ -234,15 +235,11 @@ def test_a_folder_that_cannot_be_made_gives_one_sentence_and_training_goes_on(tm
 
 @pytest.fixture
 def model():
-    import torch
-
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Sigmoid(), torch.nn.Linear(3, 1))
 
 
 def test_gradients_are_checked_before_any_optimizer_uses_them(model, capfd):
-    import torch
-
     optimizer = torch.optim.AdamW(model.parameters())
     with areal_debug.watch() as w:
         for step in range(4):
@@ -259,8 +256,6 @@ def test_gradients_are_checked_before_any_optimizer_uses_them(model, capfd):
 
 
 def test_the_first_module_with_an_output_that_is_not_finite_is_named(model, capfd):
-    import torch
-
     with torch.no_grad():
         model[2].weight[0, 1] = torch.nan
     with areal_debug.watch(modules=model) as w:
@@ -277,8 +272,6 @@ def test_the_first_module_with_an_output_that_is_not_finite_is_named(model, capf
 
 @pytest.mark.parametrize("loss", [float("nan"), "tensor"])
 def test_the_run_is_ended_where_that_was_requested_but_not_for_a_statistic(loss):
-    import torch
-
     loss = torch.tensor(torch.inf, requires_grad=True) if loss == "tensor" else loss
     with areal_debug.watch(then="end") as w:
         w.step(0, loss=1.0, stats={"empty": float("nan")})
@@ -287,8 +280,6 @@ def test_the_run_is_ended_where_that_was_requested_but_not_for_a_statistic(loss)
 
 
 def test_a_check_that_fails_is_reported_and_the_run_goes_on(model, capfd, monkeypatch):
-    import torch
-
     def fails(*_):
         raise torch.OutOfMemoryError("no memory")
 

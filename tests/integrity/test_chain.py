@@ -26,22 +26,19 @@ def problems(record):
     return [(problem.file, problem.what) for problem in verify(record).problems]
 
 
-def test_deleted_last_steps_are_found_by_the_end_mark(record):
-    for step in (4, 5):
+@pytest.mark.parametrize(
+    ("deleted", "missing"),
+    [
+        ((4, 5), (4, 5)),  # by the end mark
+        ((0, 1), (1,)),  # by the link of the next: step 2 has its digest
+        ((3,), (3,)),
+    ],
+)
+def test_deleted_steps_are_found(record, deleted, missing):
+    for step in deleted:
         shutil.rmtree(record / STEP.format(step))
-    assert problems(record) == [(STEP.format(4), "is missing"), (STEP.format(5), "is missing")]
-    assert verify(record).steps_missing == (4, 5)
-
-
-def test_deleted_first_steps_are_found_by_the_link_of_the_next(record):
-    for step in (0, 1):
-        shutil.rmtree(record / STEP.format(step))
-    assert problems(record) == [(STEP.format(1), "is missing")]  # step 2 has its digest
-
-
-def test_a_deleted_step_in_the_middle_is_found_once(record):
-    shutil.rmtree(record / STEP.format(3))
-    assert problems(record) == [(STEP.format(3), "is missing")]
+    assert problems(record) == [(STEP.format(step), "is missing") for step in missing]
+    assert verify(record).steps_missing == missing
 
 
 def test_a_sealed_change_of_an_older_step_is_found_by_the_next(record, change):

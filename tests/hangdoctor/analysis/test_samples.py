@@ -195,38 +195,24 @@ def test_a_rank_that_could_not_be_read_is_no_certain_culprit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "label"),
+    ("line", "wchan", "label"),
     [
-        ("with self.lock:", "lock_deadlock"),
-        ("fcntl.flock(handle, fcntl.LOCK_EX)", "lock_deadlock"),
-        ("time.sleep(60)", "partial_exception"),
-        ("payload = connection.recv(4096)", "external_wait"),
-        ("dist.destroy_process_group()", "cleanup_deadlock"),
-        ("work.wait()", "collective_mismatch"),
+        ("with self.lock:", None, "lock_deadlock"),
+        ("fcntl.flock(handle, fcntl.LOCK_EX)", None, "lock_deadlock"),
+        ("time.sleep(60)", None, "partial_exception"),
+        ("payload = connection.recv(4096)", None, "external_wait"),
+        ("dist.destroy_process_group()", None, "cleanup_deadlock"),
+        ("work.wait()", None, "collective_mismatch"),
+        (None, "hrtimer_nanosleep", "partial_exception"),
+        (None, "do_wait", "external_wait"),
+        (None, "pipe_read", "external_wait"),
+        (None, "locks_lock_inode_wait", "lock_deadlock"),
     ],
 )
-def test_the_text_of_a_line_says_what_a_call_into_c_waits_for(tmp_path, line, label):
-    processes = {"rank_0": still(REDUCE), "rank_1": still(PLAIN), "rank_2": still(REDUCE)}
-    diagnosis = judged(tmp_path, processes, source={"metrics.py:30": line})
-    assert (diagnosis.label, diagnosis.culprit_ranks) == (label, (1,))
-
-
-@pytest.mark.parametrize(
-    ("wchan", "label"),
-    [
-        ("hrtimer_nanosleep", "partial_exception"),
-        ("do_wait", "external_wait"),
-        ("pipe_read", "external_wait"),
-        ("locks_lock_inode_wait", "lock_deadlock"),
-    ],
-)
-def test_the_kernel_says_in_which_call_a_line_sleeps(tmp_path, wchan, label):
-    processes = {
-        "rank_0": still(REDUCE),
-        "rank_1": still(PLAIN, facts=[ASLEEP | {"wchan": wchan}] * 2),
-        "rank_2": still(REDUCE),
-    }
-    diagnosis = judged(tmp_path, processes)
+def test_the_text_of_a_line_or_the_kernel_says_what_a_call_into_c_waits_for(tmp_path, line, wchan, label):
+    facts = [ASLEEP | ({"wchan": wchan} if wchan else {})] * 2
+    processes = {"rank_0": still(REDUCE), "rank_1": still(PLAIN, facts=facts), "rank_2": still(REDUCE)}
+    diagnosis = judged(tmp_path, processes, source={"metrics.py:30": line} if line else None)
     assert (diagnosis.label, diagnosis.culprit_ranks) == (label, (1,))
 
 

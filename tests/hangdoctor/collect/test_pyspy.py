@@ -37,9 +37,13 @@ def test_stopped_python_is_dumped_without_waking_it(target):
     assert (done.status, '"name": "wait_here"' in done.output) == ("dumped", True)
 
 
-def test_starting_interpreter_is_tried_again(tmp_path):
-    body = f"""if [ -e {tmp_path}/tried ]; then echo '[]'; exit 0; fi
-touch {tmp_path}/tried; echo 'Error: Failed to find python version from target process' >&2; exit 1"""
+STARTING = """if [ -e "$0.tried" ]; then echo '[]'; exit 0; fi
+touch "$0.tried"; echo 'Error: Failed to find python version from target process' >&2; exit 1"""
+TORN = "case \"$*\" in *--nonblocking*) echo 'Error: failed to read frame' >&2; exit 1;; *) echo '[]';; esac"
+
+
+@pytest.mark.parametrize("body", [STARTING, TORN])
+def test_a_starting_interpreter_is_tried_again_and_torn_reads_end_in_a_dump_that_pauses(tmp_path, body):
     done = pyspy.dump(script(tmp_path, body), 1, timeout_s=10)
     assert (done.status, done.output) == ("dumped", "[]\n")
 
@@ -51,14 +55,6 @@ def test_refusal_is_distinguished_from_other_failures(tmp_path):
     done = pyspy.dump(tool, 1, timeout_s=10)
     assert done.status == "not_permitted"
     assert done.complaint.startswith("Permission Denied")
-
-
-def test_torn_reads_end_in_a_dump_that_pauses_the_process(tmp_path):
-    body = (
-        "case \"$*\" in *--nonblocking*) echo 'Error: failed to read frame' >&2; exit 1;; *) echo '[]';; esac"
-    )
-    done = pyspy.dump(script(tmp_path, body), 1, timeout_s=10)
-    assert (done.status, done.output) == ("dumped", "[]\n")
 
 
 def test_py_spy_that_hangs_itself_is_given_up(tmp_path):
