@@ -119,7 +119,9 @@ class ForkedProgram:
         return not select.select([self._channel], [], [], 0)[0]
 
     def kill(self) -> None:
-        """Send SIGKILL, and wait for the end; fine if the program has ended."""
+        """Send SIGKILL, and wait for the end; fine if the program has ended, or was killed before."""
+        if self._answer.closed:
+            return
         with suppress(ProcessLookupError):
             os.kill(self.process_id, signal.SIGKILL)
         self._answer.read()
