@@ -321,7 +321,7 @@ def data_finding(case: Case) -> Finding | None:
 
 
 def aligned_finding(case: Case, command: str) -> Finding | None:
-    """Tell rows that are missing, added or moved in B's data set; None for another order or other prompts.
+    """Name rows that are missing, added or moved in B's data set; None for another order or other prompts.
 
     The prompts are aligned in the order in which they were read, over the common steps. What the
     last step of a record cuts off is no difference, and the order within a step is none of the data.
