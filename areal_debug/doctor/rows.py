@@ -87,7 +87,7 @@ def shown_by_rows(step: RecordedStep) -> dict[str, float]:
 
 
 def columns_of(step: RecordedStep, rank: int) -> dict[str, np.ndarray]:
-    """Return float64 columns of a rank, NaN where a value is unknown, -inf where a known one is not finite.
+    """Return float64 columns of a rank, NaN where a value is unknown, -inf for a known reward that is not finite.
 
     Per row [rows]: `prompt`, `reward`, `no_eos`, `length` (tokens in the loss mask). Per token in
     the loss mask: `version`, and `difference`, trainer minus engine.
@@ -101,7 +101,6 @@ def columns_of(step: RecordedStep, rank: int) -> dict[str, np.ndarray]:
         return np.where(known[key], np.where(np.isfinite(values), values, -np.inf), np.nan)
 
     def of_tokens(key: str, values: np.ndarray) -> np.ndarray:
-        values = np.where(np.isfinite(values), values, -np.inf)
         return np.where(known[key][row_of_token], values, np.nan)[trained]
 
     engine = of_tokens("logprobs", arrays["logprobs"].astype(np.float64))
