@@ -6,14 +6,16 @@ A fork copies the table of pages, and its end frees that: 40 ms for 500 MB of sm
 import ctypes
 from pathlib import Path
 
-HUGE_BYTES = 2 << 20
+MAPS, HUGE_BYTES = Path("/proc/self/maps"), 2 << 20
 MADV_COLLAPSE = 25  # of Linux 6.1 and later; others return an error, and change nothing
 
 
 def use_huge_pages() -> None:
+    if not MAPS.exists():  # not on Linux
+        return
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in MAPS.read_text().splitlines():
         addresses, access, _, _, _, *name = line.split(maxsplit=5)
         if access != "rw-p" or name not in ([], ["[heap]"]):
             continue

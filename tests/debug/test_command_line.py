@@ -1,13 +1,16 @@
 """Option names, help, verbosity and errors: the same in every verb of the command line."""
 
 import json
+import re
 import shlex
 import sys
 
 import click
 import pytest
 
+from areal_core.config import GRPOConfig, load_expr_config
 from areal_debug.cli import Verb, main
+from areal_debug.replay.sweep import settings_of
 from recorder.testing import write_scripted_record
 from tests.command_line import run, walk
 
@@ -142,3 +145,43 @@ def test_labels_of_hangs_as_json():
     explained = json.loads(run("hang", "explain", labels[0], "--json")[1])
     assert explained["label"] == labels[0]
     assert explained["explanation"].startswith(f"{labels[0]}\n\n")
+
+
+def test_a_sweep_lists_every_combination_and_checks_its_values_first(recorded):
+    assert settings_of("actor.eps_clip=0.1,0.2,0.1") == ["actor.eps_clip=0.1", "actor.eps_clip=0.2"]
+    assert settings_of("a.b=[1,2],[3]") == ["a.b=[1,2]", "a.b=[3]"]
+    for values, sentence in (("", "give an option and its values"), ("=0.1,high", r"actor\.eps_clip.*high")):
+        code, _, err = run("replay", recorded, "--sweep", f"actor.eps_clip{values}")
+        assert (code, err.startswith("Error: "), err.count("\n")) == (2, True, 1)
+        assert re.search(sentence, err)
+
+
+def test_an_option_has_type_default_limits_and_help():
+    _, out, _ = run("config", "actor.optimizer", "--json")
+    options = {option["name"]: option for option in json.loads(out)["options"]}
+    assert options["actor.optimizer.beta1"] == {
+        "name": "actor.optimizer.beta1",
+        "type": "float",
+        "default": "0.9",
+        "allowed": "0 or more, and below 1",
+        "help": "Decay of the first moment.",
+        "is_section": False,
+    }
+    assert options["actor.optimizer.type"]["allowed"] == "adam, sgd, adam_bf16"
+    _, out, _ = run("config", "batch_size")
+    assert "rollout.consumer_batch_size: int = as train_dataset.batch_size\n" in out
+    _, out, _ = run("config", "learning_rate")  # what others call it
+    assert out.startswith("actor.optimizer.lr: float = 0.001 (0 or more)\n    Peak learning rate.\n")
+    _, out, _ = run("config", "train_dataset.path")
+    assert "train_dataset.path: str = required\n    File (JSONL, CSV, Parquet)" in out
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_the_help_of_a_script_names_its_arguments_and_options(flag, capsys):
+    with pytest.raises(SystemExit) as end:
+        load_expr_config(["train.py", flag], GRPOConfig)
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    assert out.startswith("usage: python SCRIPT.py --config FILE.yaml [OPTION=VALUE]...")
+    assert "\n  gconfig         Sampling in training.\n" in out
+    assert "areal-debug info options [SECTION|SEARCH]" in out

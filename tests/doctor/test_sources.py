@@ -1,4 +1,4 @@
-"""What doctor reads: files that other tools wrote, with those tools where they are installed."""
+"""What doctor reads: files that other tools wrote, by those tools where installed; names of metrics."""
 
 import contextlib
 import json
@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from areal_debug.doctor.checks import unread
+from areal_debug.doctor.names import choose_names
 from areal_debug.doctor.read import UnreadableRun, read_run
 from areal_debug.doctor.report import unknown_names_of
 from areal_debug.doctor.sources.locate import find_sources
 
 STEPS = range(12)
+NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
 
 
 def rewards(run):
@@ -201,3 +203,9 @@ def test_terms_of_the_reward_are_judged_and_offered_for_nothing_else(tmp_path):
     run = read_run(write_lines(tmp_path / "log.jsonl", rows))
     assert unread(run) == {}
     assert unknown_names_of(run).startswith("Also logged, but not judged by any check: foo;")
+
+
+@pytest.mark.parametrize(("quantity", "name"), [(known, name) for known in NAMES for name in NAMES[known]])
+def test_a_quantity_is_known_by_the_words_that_its_name_ends_with(quantity, name):
+    name, *beside = name.split(" beside ")
+    assert choose_names([name, *beside]) == ({} if quantity == "none" else {quantity: name})

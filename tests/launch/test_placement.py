@@ -1,9 +1,10 @@
-"""Placement: the trainer first, servers on the remaining devices."""
+"""Placement: the trainer first, servers on the remaining devices, and environment presets."""
 
 import pytest
 
 from areal_core.config import PPOConfig
 from areal_core.config.allocation import parse_allocation
+from areal_core.launch.debug_env import debug_environment, make_folders
 from areal_core.launch.job import Job
 from areal_core.launch.placement import Placement, place
 
@@ -34,3 +35,13 @@ def placed(tmp_path, allocation: str, n_nodes: int = 4, n_gpus_per_node: int = 8
 def test_trainer_first_and_servers_where_devices_are_left(tmp_path, allocation, placement, num_nodes):
     assert placed(tmp_path, allocation) == placement
     assert placement.num_nodes == num_nodes
+
+
+def test_presets_add_up_and_name_files_of_the_run(tmp_path):
+    env = debug_environment(["hang", "nccl"], tmp_path)
+    assert env["NCCL_DEBUG"] == "INFO"
+    assert env["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert env["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/flight_recorder/rank_"
+    make_folders(env)
+    assert (tmp_path / "flight_recorder").is_dir()
+    assert debug_environment([], tmp_path) == {}

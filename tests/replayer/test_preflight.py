@@ -1,4 +1,4 @@
-"""A nondeterministic run is detected before it starts, with its noise floor."""
+"""A nondeterministic run is detected before it starts, with its noise floor; how the verb repeats steps."""
 
 import itertools
 from dataclasses import replace
@@ -8,7 +8,8 @@ import pytest
 
 from areal_core.environment import DETERMINISTIC
 from areal_core.trainer import objective
-from recorder import open_record
+from areal_debug.verbs.check import Repeats, repeat_steps
+from recorder import Outcome, open_record
 from recorder.testing import write_scripted_record
 from replayer.preflight import settings as checks
 from replayer.preflight.real_steps import run_steps, save_bits
@@ -128,3 +129,31 @@ def test_a_kernel_that_is_not_deterministic_is_seen_and_its_noise_measured(tmp_p
         assert 0 < one.num_different <= one.num_elements
         assert 1e-4 < one.gradient_share < 0.1
         assert one.weight > 0
+
+
+class Scripted(Repeats):
+    """Runs whose loss in the last step is `bits(number of the run)`."""
+
+    def run(self, folder, keep=()):
+        folder.mkdir()
+        losses = (1.0, 1.0 + self.bits(next(self.numbers)))
+        outcomes = [Outcome(step, step + 1, (), {"loss": loss}, {}) for step, loss in enumerate(losses)]
+        write_repeat(folder, outcomes, [])
+        return folder
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "bits", "step"),
+    [
+        (2, lambda number: 0.0, None),
+        (2, float, 1),
+        (3, lambda number: float(number == 2), 1),  # more runs find what two miss
+        (8, lambda number: float(number == 7), 1),
+    ],
+)
+def test_a_run_that_differs_in_any_repeat_is_found(num_runs, bits, step, tmp_path):
+    repeats = Scripted([], 1, 2, num_runs, False)
+    object.__setattr__(repeats, "bits", bits)
+    object.__setattr__(repeats, "numbers", iter(range(100)))
+    report = repeat_steps(tmp_path, repeats)
+    assert (report.identical, report.num_runs, report.step) == (step is None, num_runs, step)

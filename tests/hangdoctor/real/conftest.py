@@ -31,6 +31,7 @@ from tests.forks import ForkedProgram
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 PROGRAMS_AT_ONCE = 4
+EVERYWHERE = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 REACH_HANG_POINT_S = 120
 STILL_S = 0.5
 SETTLE_S = 6
@@ -67,7 +68,7 @@ def start_forks(program: Program, folder: Path) -> list[ForkedProgram]:
     """Start the ranks of a program as forks of a process that has torch."""
     port = str(free_port())
     job = {"WORLD_SIZE": str(program.num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    job |= {"HANG_POINT_DIR": str(folder / "markers"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    job |= EVERYWHERE | {"HANG_POINT_DIR": str(folder / "markers")}
     return [
         ForkedProgram(
             [str(program.path)],
@@ -79,10 +80,6 @@ def start_forks(program: Program, folder: Path) -> list[ForkedProgram]:
     ]
 
 
-def _environment() -> dict[str, str]:
-    return os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-
-
 def start_torchrun(program: Program, folder: Path) -> subprocess.Popen:
     """The program under torchrun, in its own network namespace when it breaks the network."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={program.num_ranks}"]
@@ -91,7 +88,7 @@ def start_torchrun(program: Program, folder: Path) -> subprocess.Popen:
         if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
             pytest.skip("taking the network away needs a network namespace, and this user may not make one")
         command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
-    environment = _environment() | {"HANG_POINT_DIR": str(folder / "markers")}
+    environment = os.environ | EVERYWHERE | {"HANG_POINT_DIR": str(folder / "markers")}
     with (folder / "torchrun.log").open("w") as log:
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
