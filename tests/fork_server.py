@@ -182,13 +182,13 @@ def fork_or_execute(
         return process
     try:
         stdin, _, _, stdout, _, stderr, _, executed, _, new_session = settings[:10]
-        os.close(executed)  # tells our parent that the program has started
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         atexit._clear()  # those of the program that starts this one
         if new_session:
             os.setsid()
+        os.close(executed)  # tells our parent that the program has started
         if (prepare := settings[15]) is not None:
             prepare()
         streams = [os.dup(i if stream == -1 else stream) for i, stream in enumerate((stdin, stdout, stderr))]

@@ -122,8 +122,9 @@ class ForkedProgram:
         """Send SIGKILL, and wait for the end; fine if the program has ended, or was killed before."""
         if self._answer.closed:
             return
-        with suppress(ProcessLookupError):
-            os.kill(self.process_id, signal.SIGKILL)
+        if self.is_running():  # its number may be that of another process otherwise
+            with suppress(ProcessLookupError):  # ended, and not yet reported
+                os.kill(self.process_id, signal.SIGKILL)
         self._answer.read()
         self._answer.close()
         self._channel.close()
