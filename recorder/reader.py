@@ -116,8 +116,8 @@ class RecordedStep:
     @property
     def is_given(self) -> bool:
         """Whether its rows are those of a data set: nothing says that they were sampled."""
-        names = ("logprobs", "versions", "rewards")
-        return not any(self.known(rank, name).any() for rank in self.ranks for name in names)
+        unknown, total = self.num_unknown(), sum(map(self.num_rows, self.ranks))
+        return all(unknown.get(name) == total for name in ("logprobs", "versions", "rewards"))
 
     def trainer_logprobs(self, rank: int) -> np.ndarray | None:
         """Read the trainer's own log-probs before the update, [tokens], next-token aligned.

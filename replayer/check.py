@@ -350,10 +350,12 @@ def moved_paths(recorded: RecordHeader, current: RecordHeader) -> list[str]:
     ]
 
 
-def member(config: Any, option: str) -> Any:
-    """Return an option of nested dicts, None if a member is absent or None."""
+def member(config: Any, option: str, default: Any = None) -> Any:
+    """Return an option of nested members, the default where it is absent."""
     for key in option.split("."):
-        config = config[key] if isinstance(config, dict) and key in config else None
+        if not isinstance(config, Mapping) or key not in config:
+            return default
+        config = config[key]
     return config
 
 

@@ -16,7 +16,6 @@ from jinja2 import TemplateError
 
 from areal_core.engine.routers import Routers
 from areal_core.errors import ModelError
-from areal_core.trainer.build import load_tokenizer_at
 from consistency.alternatives.images import image_alternatives, tower_alternative
 from consistency.alternatives.variants import Variant, best_of, scanned, scored_with, variant_alternatives
 from consistency.case import DTYPES, Request, Setting
@@ -326,12 +325,12 @@ def bos_alternatives(
 def with_other_prompts(
     scorer: Scorer, rows: Sequences, cause: str, changes: dict[str, Change], temperature: float
 ) -> list[Prediction]:
-    """Score with each change of the prompts that leaves every sampled token a predecessor."""
+    """Score with each change of the prompts that changes one, and leaves every sampled token a predecessor."""
     found = [(name, with_prompts(rows, change)) for name, change in changes.items()]
     return [
         Prediction(cause, name, 0.0, score_logprobs(scorer, changed, temperature=temperature))
         for name, changed in found
-        if len(changed.scored) == len(rows.scored)
+        if len(changed.scored) == len(rows.scored) and not np.array_equal(changed.input_ids, rows.input_ids)
     ]
 
 
@@ -341,6 +340,10 @@ NO_THOUGHTS = "<think>\n\n</think>\n\n"
 
 def template_alternatives(inputs: ProbeInputs) -> list[Prediction]:
     """Score with prompts in another rendering of the model's chat template (R16)."""
+    from areal_core.trainer.build import load_tokenizer_at  # all of a trainer
+
+    if inputs.rows.images is not None:
+        return []
     message = [{"role": "user", "content": MESSAGE}]
     try:
         tokenizer = load_tokenizer_at(inputs.request.model)
@@ -360,8 +363,6 @@ def template_alternatives(inputs: ProbeInputs) -> list[Prediction]:
         "no generation prompt": lambda ids: stripped(ids, begin, -1),
         "an empty block of thoughts added": lambda ids: [*ids, *none],
     }
-    if inputs.rows.images is not None:
-        return []
     return with_other_prompts(inputs.scorer, inputs.rows, "R16.template", changes, inputs.setting.temperature)
 
 

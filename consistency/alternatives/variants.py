@@ -386,14 +386,16 @@ def option_variants(model: Any) -> Iterator[Variant]:
         options = [(one, name, getattr(one, name, None)) for one in unique for name in names.split()]
         changed = [(one, name, change(old)) for one, name, old in options if isinstance(old, kind)]
         yield Variant("R52.variant" if names == WINDOW else "R54", title, attributes=changed)
-    every = [(one, name, value) for one in model.modules() for name, value in vars(one).items()]
-    for factor in dict.fromkeys(name for _, name, value in every if isinstance(value, float)):
-        found = [(one, factor, value) for one, name, value in every if name == factor]
-        if FACTOR.search(factor):
-            title = f"{factor} of {type(found[0][0]).__name__}"
-            left_out, twice = ([(one, name, old**power) for one, name, old in found] for power in (0, 2))
-            yield Variant("R54", f"{title} left out", attributes=left_out)
-            yield Variant("R54", f"{title} applied twice", attributes=twice)
+    factors: dict[str, list[tuple[nn.Module, float]]] = {}
+    for one in model.modules():
+        for name, value in vars(one).items():
+            if isinstance(value, float) and FACTOR.search(name):
+                factors.setdefault(name, []).append((one, value))
+    for name, found in factors.items():
+        title = f"{name} of {type(found[0][0]).__name__}"
+        for done, power in (("left out", 0), ("applied twice", 2)):
+            changed = [(one, name, value**power) for one, value in found]
+            yield Variant("R54", f"{title} {done}", attributes=changed)
 
 
 def norm_variants(model: Any) -> Iterator[Variant]:

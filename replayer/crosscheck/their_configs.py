@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from replayer.check import member
 from replayer.crosscheck.options import Options
 from replayer.crosscheck.step_rows import Origin
 from replayer.own_code import FIRST_STAGE
@@ -75,30 +76,26 @@ def options_of(origin: Origin) -> Configured:
 WITHOUT = {"max_norm": inf, "max_length": 1, "context_parallel": 1}  # what 0 and null mean
 
 
-def named(config: Any, path: str, default: Any = None) -> Any:
-    """Return a member of nested members, the default where it is absent."""
-    for part in path.split("."):
-        if not isinstance(config, Mapping) or part not in config:
-            return default
-        config = config[part]
-    return config
-
-
 def plain(trainer: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that are fixed in a trainer, or that one member of its configuration decides."""
     table = TABLES[trainer]
-    found = table["fixed"] | {option: named(config, *row) for option, row in table["options"].items()}
+    found = table["fixed"] | {option: member(config, *row) for option, row in table["options"].items()}
     for option, (path, usual, *values) in table["choices"].items():
-        found[option] = values[not named(config, path, usual)]
+        found[option] = values[not member(config, path, usual)]
     found |= {option: found[option] or least for option, least in WITHOUT.items() if option in found}
-    return {option: None if value == "none" else value for option, value in found.items()}
+    return with_none(found)
+
+
+def with_none(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with None for "none", which TOML has no value for."""
+    return {option: None if value == "none" else value for option, value in options.items()}
 
 
 def not_computed(trainer: str, config: Mapping[str, Any]) -> dict[str, str]:
     """Return why stages are not checked, of members with another value than the usual one."""
     found = {}
     for stage, path, *usual in TABLES[trainer]["unchecked"]:
-        if (value := named(config, path)) not in (*usual, None):
+        if (value := member(config, path)) not in (*usual, None):
             found[stage] = NOT_COMPUTED.format(f"{path}={value}")
     return found
 
@@ -226,11 +223,11 @@ def configured(
     Counts are whole numbers above 1, by the last part of their names.
     """
     table = TABLES[trainer]
-    known = {path.rpartition(".")[2]: named(config, path) for path in table["counts"]}
+    known = {path.rpartition(".")[2]: member(config, path) for path in table["counts"]}
     counts = {name: value for name, value in known.items() if isinstance(value, int) and value > 1}
     unchecked = not_computed(trainer, config) | unchecked
     if "sizes" in table:
-        prompts, samples, batch, micro = (named(config, path) for path in table["sizes"])
+        prompts, samples, batch, micro = (member(config, path) for path in table["sizes"])
         rows = (prompts or 0) * (samples or 1)
         options = replace(options, micro_batches=max(1, rows // (micro or rows or 1)))
         if (updates := rows // (batch or rows or 1)) > 1:
@@ -283,7 +280,7 @@ def of_nemo_rl(config: Mapping[str, Any]) -> Configured:
 
 WHITENED = {"token_mean": "batch", "token_std": "batch", "token_eps": 1e-8, "token_inside_root": True}
 VERL_ESTIMATORS = {
-    name: Options(**{option: None if value == "none" else value for option, value in row.items()})  # type: ignore[arg-type]
+    name: Options(**with_none(row), **WHITENED if name in TABLES["verl"]["whitened"] else {})  # type: ignore[arg-type]
     for name, row in TABLES["verl"]["estimators"].items()
 }
 

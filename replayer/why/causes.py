@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from functools import cached_property
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from recorder import Record
 from recorder.difference import Difference
 from recorder.environment import VARIABLES
+from replayer.check import member
 from replayer.commits.acting import ChangedFile, files_acting
 from replayer.commits.bisect import Commit, commits_between, git, has_commit
 from replayer.commits.outside import code_of
@@ -73,7 +75,7 @@ class Case:
     weights_before: bool | None
     is_replay: bool = False
 
-    @property
+    @cached_property
     def kind_of_batch(self) -> str | None:
         """What of the batch differs: "data", "tools", "rewards", "rows", "engine"; else None."""
         if self.first.stage != "batch":
@@ -351,11 +353,11 @@ def aligned_finding(case: Case, command: str) -> Finding | None:
 
 def order_finding(case: Case, command: str) -> Finding:
     """Judge another order of the prompts: of the data set, if no run shuffles."""
-    configs = (case.left.header.config, case.right.header.config)
-    shuffles = [config.get("shuffle_dataset") for config in configs]
-    data = [config.get("train_dataset") for config in configs]
-    shuffles += [one.get("shuffle") for one in data if isinstance(one, dict)]
-    return finding("order_of_data" if shuffles.count(False) == len(configs) else "order", command)
+    in_order = all(
+        False in (member(record.header.config, name) for name in ("train_dataset.shuffle", "shuffle_dataset"))
+        for record in (case.left, case.right)
+    )
+    return finding("order_of_data" if in_order else "order", command)
 
 
 def answers_finding(case: Case, command: str) -> Finding:

@@ -195,10 +195,12 @@ def by_chance(case: Case, evidence: tuple[str, ...]) -> Finding:
     header = case.left.header
     if header.trainer is not None:
         command = diff_command(case)
+        if aligned := aligned_finding(case, command):
+            return aligned
         here, there = prompts_of(case.left.step(case.step), case.right.step(case.step))
-        is_same = list(here.values()) == list(there.values())
-        drawn = finding("sampling_of_others", command, *evidence) if is_same else order_finding(case, command)
-        return aligned_finding(case, command) or drawn
+        if list(here.values()) != list(there.values()):
+            return order_finding(case, command)
+        return finding("sampling_of_others", command, *evidence)
     command = consistency_command(case.left, case.step)
     rollout = header.config["rollout"] if isinstance(header.config.get("rollout"), dict) else {}
     if rollout.get("max_head_offpolicyness"):

@@ -38,9 +38,9 @@ def control_token_spike(rows: Rows) -> Finding | None:
     common = rows.decode([int(kinds[counts.argmax()])]) if counts.any() else ""
     found = f"{before:.1%} of the early and {after:.1%} of the late completions have one inside, mostly {common!r}"
     if shown is past_end:
+        flagged = past_end
         found = f"{share(past_end, rows.lengths > 0):.1%} of the completions have tokens after their end"
-    among = past_end if shown is past_end else flagged
-    return finding("S10", found, rows, among, rows.lengths > 0, title=title)
+    return finding("S10", found, rows, flagged, rows.lengths > 0, title=title)
 
 
 def control_ids(rows: Rows) -> np.ndarray:
