@@ -120,6 +120,9 @@ def row_of(episode: Episode, tokenizer: Any, ids: dict[str, list[int]]) -> dict[
         "finish_reason": episode.finish,
         "versions": episode.step,
     }
+    if episode.reward is None:  # of data: nothing sampled it
+        del row["logprobs"]
+        return row
     noise = episode.rng.normal(0, 0.005, len(completion))
     if episode.difference is not None:
         noise = noise + episode.difference(len(completion))

@@ -167,13 +167,14 @@ def test_an_end_token_that_looks_like_a_tag_is_no_open_format(model, tokenizer, 
     assert found_in(write_record(tmp_path / "r", gemma, folder, ends_a_turn)) == {}
 
 
-def test_rows_without_rewards_are_data_and_no_samples_of_a_policy(model, tokenizer, tmp_path):
+@pytest.mark.parametrize(("reward", "whose"), [(None, "answers of the data"), (np.nan, "completions")])
+def test_rows_that_nothing_sampled_are_data(model, tokenizer, tmp_path, reward, whose):
     def given(e):
         past_the_end(e)
-        e.reward = None
+        e.reward = reward
 
     found = found_in(write_record(tmp_path / "r", tokenizer, model, given))["S10"]
-    assert found.title == "answers of the data continue past their end token"
+    assert found.title == f"{whose} continue past their end token"
 
 
 def test_the_verb_prints_and_writes_the_samples_with_hostile_text_escaped(tmp_path):

@@ -88,20 +88,18 @@ def surprises(rows: Rows) -> np.ndarray:
 def are_copies(rows: Rows) -> Finding | None:
     """S13: samples of a prompt and step are equal beyond chance, or ranks have equal rows of data."""
     flagged, surprise = np.zeros(len(rows), bool), surprises(rows)
-    is_sampled = np.bincount(rows.row_of_token, np.isfinite(rows.logprobs), len(rows)) > 0
-    is_data = ~is_sampled & ~np.isfinite(rows.reward)
-    among = (rows.lengths > 0) & (rows.content != 0) & (is_data | (surprise > COPIED_NATS))
+    among = (rows.lengths > 0) & (rows.content != 0) & (rows.is_data | (surprise > COPIED_NATS))
     seen: dict[tuple[int, int, bytes], list[int]] = {}
     for row in np.flatnonzero(among).tolist():
         key = int(rows.step[row]), int(rows.content[row]), rows.tokens(row).tobytes()
         seen.setdefault(key, []).append(row)
     for members in seen.values():
-        places = rows.rank[members] if is_data[members].all() else members
+        places = rows.rank[members] if rows.is_data[members].all() else members
         flagged[members] = len(np.unique(places)) > 1
     if not enough(flagged, among):
         return None
     count = f"{int(flagged.sum())} of {int(among.sum())}"
-    if not (flagged & is_data).any():
+    if not (flagged & rows.is_data).any():
         found = (
             f"{count} completions are copies of another one of their prompt and step, of "
             f"{surprise[flagged].min():.0f} nats or more: equal seeds, or one answer counted twice"

@@ -113,7 +113,7 @@ def finding(
     made = alarm(
         *(id, curve),
         found=f"{found} ({rows.extent})",
-        variant="" if np.isfinite(rows.reward).any() else "given",  # rows of data, not of a policy
+        variant="given" if rows.is_data.all() else "",
         title=title,
         severity=severity or row.get("severity", "warning"),
         evidence=curve.at(largest),

@@ -135,6 +135,12 @@ class Rows:
     def has_text(self) -> bool:
         return bool(self.words) or load_decoder(self.record) is not None
 
+    @cached_property
+    def is_data(self) -> np.ndarray:
+        """[n] bool: of a data set, as neither a reward nor a log-prob of an engine is known."""
+        is_sampled = np.bincount(self.row_of_token, np.isfinite(self.logprobs), len(self)) > 0
+        return ~is_sampled & ~np.isfinite(self.reward)
+
     def among(self, kept: np.ndarray) -> "Rows":
         """Return some rows [n] bool."""
         tokens = kept[self.row_of_token]
