@@ -28,8 +28,9 @@ from hangdoctor.model import (
 from hangdoctor.parse import location
 from hangdoctor.parse.endings import Ended, endings_of
 from hangdoctor.parse.job_log import Text, read_job_log
-from hangdoctor.parse.location import ProcessName, coordinates_in, parse_name, role_in
+from hangdoctor.parse.location import ProcessName, coordinates_in, parse_name, role_of_title
 from hangdoctor.parse.logs import parse_log, running_records, watchdog_records, watchdog_timeouts
+from hangdoctor.waits import wait_of
 
 
 def merge_native(threads: tuple[Thread, ...], natives: tuple[Thread, ...]) -> tuple[Thread, ...]:
@@ -158,6 +159,12 @@ def number_unranked(reading: Reading, listed: dict[str, ProcessEntry]) -> None:
     if listed or any(process.rank is not None for process in reading.processes.values()):
         return
     names = [name for name in reading.processes if not is_launcher(reading, name)]
+    roles = {name: role_of_title(reading.commands.get(name, "")) for name in names}
+    if "trainer" in roles.values():  # other actors of Ray beside the ranks of the job
+        for name in [name for name in names if actor_of(reading, name) and roles[name] != "trainer"]:
+            names.remove(name)
+            number = sum(process.role == roles[name] for process in reading.processes.values())
+            reading.processes[name] = ProcessName(name, number, roles[name])
     if len(names) < 2:
         return
     positions = {name: coordinates_in(reading.commands.get(name, "")) for name in names}
@@ -167,15 +174,31 @@ def number_unranked(reading: Reading, listed: dict[str, ProcessEntry]) -> None:
     else:
         reading.notes.append("Ranks are the order of the stacks: no name (rank_3.txt) or heading has one.")
     for rank, name in enumerate(names):
-        reading.processes[name] = ProcessName(
-            name, rank, role_in(reading.commands.get(name, "").split("::")[0])
-        )
+        reading.processes[name] = ProcessName(name, rank, roles[name])
 
 
 def is_launcher(reading: Reading, name: str) -> bool:
-    """True if the stacks of a process are those of torchelastic's agent."""
-    threads = reading.stacks.get((name, 0)) or reading.natives.get((name, 0)) or ()
-    return any(of_launcher(frame) for thread in threads for frame in thread.frames)
+    """True if the stacks of a process are those of torchelastic's agent, or of a driver of Ray: it
+    waits for calls of other actors, which do not wait for calls.
+    """
+    if any(of_launcher(frame) for thread in threads_of(reading, name) for frame in thread.frames):
+        return True
+    actor = actor_of(reading, name)
+    others = [other for other in reading.processes if actor_of(reading, other) not in (actor, "")]
+    return calls_actors(reading, name) and any(not calls_actors(reading, other) for other in others)
+
+
+def threads_of(reading: Reading, name: str) -> tuple[Thread, ...]:
+    return reading.stacks.get((name, 0)) or reading.natives.get((name, 0)) or ()
+
+
+def actor_of(reading: Reading, name: str) -> str:
+    """Return the class of an actor of Ray, from the title of its process; empty for others."""
+    return reading.commands.get(name, "").partition("ray::")[2].partition(".")[0]
+
+
+def calls_actors(reading: Reading, name: str) -> bool:
+    return any(wait_of(thread.frames).operation == "ray.get" for thread in threads_of(reading, name))
 
 
 def dump_of(reading: Reading, listed: dict[str, ProcessEntry], key: Key, mask: Masker) -> ProcessDump:

@@ -61,6 +61,7 @@ NAMED = messages("job_log", "named")
 POINTED = message("job_log", "pointed")  # a coordinator, whose own log names who is absent
 JOINED = messages("job_log", "joined")
 STALLED = message("job_log", "stalled")
+NOTIFY, REASON = message("job_log", "notify"), message("job_log", "reason")
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +334,8 @@ def read_tracebacks(job: JobLog, found: Attempt, writer: int | None, lines: list
         elif FATAL.match(line):
             close(line.strip())
             crashed = True
+        elif found.failures and REASON.match(line):
+            found.failures[-1].error = f"{line.strip()[:300]} {found.failures[-1].error}"
         else:
             rest.append(line)
             cut = cut and (not line.strip() or line[0].isspace())
@@ -389,6 +392,10 @@ def read_messages(job: JobLog, lines: Lines) -> None:
             job.named.setdefault(rank, f"it has enqueued {last} operations, others wait in number {wanted}")
         else:
             job.waited.add(rank)
+    for match in NOTIFY.finditer(text) if "Notify record" in text else ():
+        job.waited.add(int(match["global"] or match["rank"]))
+        if match["global"] in (None, match["rank"]):
+            job.named.setdefault(int(match["peer"]), f"a peer waited for it: {match['words']}")
     for pattern in JOINED if "joined" in text or "worker" in text else ():
         for match in pattern.finditer(text):
             job.joined = max(job.joined or (0, 0), (int(match["joined"]), int(match["world"])))

@@ -25,7 +25,7 @@ RUNNING = "log of collectives"
 LOGGED = ("watchdog", RUNNING)  # what ranks wrote themselves: a line may be missing, and the group of it
 TIME_OUTS = ("Watchdog caught collective operation timeout", "detected by watchdog at work", "blocking wait.")
 # A pager or a mail breaks the watchdog's line before these words.
-WRAPPED = re.compile(r"WorkNCCL\(|by watchdog at work:|last (?:enqueued|completed) (?:NCCL )?work:")
+WRAPPED = re.compile(r"Work\w*CCL\(|by watchdog at work:|last (?:enqueued|completed) (?:\w*CCL )?work:")
 
 
 def parse_log(name: str, rank: int | None, text: str) -> LogTail:
@@ -142,9 +142,9 @@ def fingerprint_record(match: re.Match[str], rank: int, number: int, source: str
     )
 
 
-def completed_by_others(logs: Iterable[LogTail]) -> tuple[int, int, int] | None:
-    """Return (rank, number, other rank) where a rank waits in a collective that another rank of the
-    group has completed, or None: then their collectives of one number were different ones.
+def completed_by_others(logs: Iterable[LogTail]) -> tuple[int, int, tuple[int, ...]] | None:
+    """Return (rank, number, others) where a rank waits in a collective that other ranks of the
+    group have completed, or None: then their collectives of one number were different ones.
 
     Only the default group, and groups with a number of their own, are known to be the same.
     """
@@ -157,16 +157,12 @@ def completed_by_others(logs: Iterable[LogTail]) -> tuple[int, int, int] | None:
                 rank = written_by(match, log)
                 waits.setdefault(group, {}).setdefault(rank, int(match["seq"][:18]))
                 done.setdefault(group, {})[rank] = int(match["completed"])
-    return next(
-        (
-            (rank, number, other)
-            for group, ranks in waits.items()
-            for rank, number in sorted(ranks.items())
-            for other, completed in sorted(done[group].items())
-            if other != rank and completed >= number > done[group][rank]
-        ),
-        None,
-    )
+    for group, ranks in waits.items():
+        for rank, number in sorted(ranks.items()):
+            others = tuple(sorted(r for r, last in done[group].items() if last >= number > done[group][rank]))
+            if others:
+                return rank, number, others
+    return None
 
 
 def timeout_record(match: re.Match[str], rank: int, group: str) -> CollectiveRecord:

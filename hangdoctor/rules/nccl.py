@@ -13,6 +13,7 @@ The kind is unknown where no native frame, record, report or log decides.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from hangdoctor.case import Case, Process
 from hangdoctor.graph import Graph, rank_ranges, same_place
@@ -39,7 +40,7 @@ GLOO = re.compile(r"gloo::transport::.*")
 TRANSPORT_LOG = message("nccl", "transport_log")
 DEVICE_LOG = message("nccl", "device_log")
 UNNAMED_TIME_OUT = message("nccl", "unnamed_time_out")
-LOST_PEER = message("nccl", "lost_peer")
+LOST_PEER, DIED = message("nccl", "lost_peer"), message("nccl", "died")
 RAS_SILENT = ("MISSING", "DEAD", "UNRESPONSIVE")
 IDLE_PERCENT, SPINNING_PERCENT = 5.0, 90.0
 
@@ -127,6 +128,8 @@ def from_records(case: Case) -> Verdict | None:
     """
     if any(finding.kind != "same" for finding in case.findings):
         return None
+    if died := died_before(case):
+        return died
     if not case.findings:
         return alone_in_time_out(case) or from_messages(case)
     finding, kind = case.findings[0], kind_of(case)
@@ -143,6 +146,24 @@ def from_records(case: Case) -> Verdict | None:
         steps=steps_of_kind(kind),
         kind=kind.kind,
     )
+
+
+def died_before(case: Case) -> Verdict | None:
+    """Return the verdict for a process whose end a log has before the time-outs of its peers. Its
+    rank is known where it is the only one below theirs that did not time out.
+    """
+    for log in case.snapshot.logs:
+        ranks = {rank for rank, _, _ in watchdog_timeouts(log)}
+        until = takewhile(lambda line: "operation timeout" not in line, log.lines if ranks else ())
+        died = next(filter(None, map(DIED.search, until)), None)
+        if died:
+            others = tuple(set(range(max(ranks))) - ranks)
+            who = f"rank {others[0]}" if len(others) == 1 else "no message names its rank"
+            summary = f"A process of the job ended before {ranks_text(sorted(ranks))} timed out: {who}."
+            said = Evidence("", died.string[died.start() :].strip()[:200], log.name)
+            culprits = others if len(others) == 1 else ()
+            return make_verdict("missing_rank", "medium", culprits, summary, (said,), "gone")
+    return None
 
 
 def alone_in_time_out(case: Case) -> Verdict | None:

@@ -68,7 +68,7 @@ def all_starting(case: Case, graph: Graph, starting: list[Process]) -> Verdict:
         "init_deadlock",
         confidence(case, graph, starting, best),
         (),
-        f"All {len(starting)} ranks wait in {operation(starting[0])} at {place(starting[0])}: "
+        f"{'All' if starting[1:] else 'The only rank read:'} {wait_in(starting)} at {place(starting[0])}: "
         "the cause is outside these ranks (the store's host, the network, a rank that was never started).",
         waiting_evidence(graph) + stillness(case),
         "together",

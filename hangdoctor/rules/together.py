@@ -2,7 +2,7 @@
 
 from hangdoctor.case import Case, Process
 from hangdoctor.graph import Cluster, Graph, common_prefix, rank_ranges, same_place
-from hangdoctor.model import Confidence, Evidence
+from hangdoctor.model import CollectiveRecord, Confidence, Evidence
 from hangdoctor.parse.logs import LOGGED, completed_by_others, first_match
 from hangdoctor.recorded_operations import OperationFinding
 from hangdoctor.rules.progress import asking, waits_for_requests
@@ -202,18 +202,15 @@ def in_other_order(case: Case) -> Verdict | None:
     found = completed_by_others(case.snapshot.logs)
     if found is None:
         return None
-    rank, number, other = found
+    rank, number, others = found
+    who = f"{ranks_text(others)} {plural(others, 'has', 'have')} completed"
     return make_verdict(
         "collective_mismatch",
         "medium",
-        (rank, other),
-        f"Rank {rank} waits in collective {number} of its group, and rank {other} has completed a collective of that "
-        "number: they call collectives in different orders.",
-        (
-            Evidence(
-                f"{rank},{other}", f"rank {rank} timed out in number {number}, rank {other} completed it"
-            ),
-        ),
+        (rank, *others) if len(others) == 1 else (rank,),
+        f"Rank {rank} waits in collective {number} of its group, and {who} a collective of that number: they call "
+        "collectives in different orders.",
+        (Evidence(str(rank), f"timed out in number {number}, {ranks_text(others)} completed it"),),
         "records",
     )
 
@@ -232,6 +229,8 @@ def record_evidence(finding: OperationFinding) -> tuple[Evidence, ...]:
 def p2p_shape_mismatch(case: Case, graph: Graph) -> Verdict | None:
     if graph.sources or case.lost:
         return None
+    if not case.ranks:
+        return other_sizes(case)
     peers = [s for s in graph.waiting_ranks if s.wait.kind == "p2p"]
     pipeline = any(s.wait.domain == "pipeline" for s in peers)
     if not peers or (len(peers) < 2 and not pipeline and len(case.ranks) > 1):
@@ -247,3 +246,20 @@ def p2p_shape_mismatch(case: Case, graph: Graph) -> Verdict | None:
         f"{apart(graph, peers)}: no rank {read}is on the other side.",
         apart_evidence(graph, peers) + stillness(case),
     )
+
+
+def other_sizes(case: Case) -> Verdict | None:
+    """Return the verdict for a send and a receive of one number in one group whose sizes differ."""
+    calls: dict[tuple[str, int], dict[str, CollectiveRecord]] = {}
+    for record in case.snapshot.records:
+        if record.is_p2p and record.group != "default":
+            calls.setdefault((record.group, record.sequence), {})[record.operation] = record
+    for (group, number), both in calls.items():
+        sent, received = both.get("send"), both.get("recv")
+        if sent and received and sent.input_sizes != received.input_sizes:
+            fact = f"rank {sent.rank} sends {sent.input_sizes[0][0]} elements, rank {received.rank} expects "
+            fact += f"{received.input_sizes[0][0]}: operation {number} of group {group}"
+            ranks = (sent.rank, received.rank)
+            shown = Evidence(rank_ranges(sorted(ranks)), fact)
+            return make_verdict("p2p_shape_mismatch", "medium", ranks, f"{begin(fact)}.", (shown,))
+    return None
