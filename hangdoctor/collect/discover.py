@@ -34,9 +34,15 @@ SERVER_ROLES = (
     ("engine", ENGINE),
     ("reward", re.compile(r"reward|verifier")),
     ("reference", re.compile(r"(?:\b|_)ref(?:erence)?(?:_|\b)")),
-    ("proxy", re.compile(r"proxy|router")),
-    ("engine", re.compile(r"\bengine|inference_server|rollout_server")),
+    ("proxy", re.compile(r"proxy|router|^ray (?:task runner|.*driver|.*controller)\b")),
+    (
+        "engine",
+        re.compile(r"\bengine|inference_server|rollout_server|^ray (?:.* )?(?:llm|rollout|generation)\b"),
+    ),
 )
+# `ray::LLMRayActor.generate`; an actor that trains may do more (`ActorRolloutRefWorker`).
+ACTOR = re.compile(r"^ray::(\w+?)(?:Ray)?(?:Actor|Worker)?\b")
+TRAINS = re.compile(r"actor|policy|train", re.I)
 MAX_CHILDREN = 64
 
 
@@ -84,8 +90,12 @@ def role_of_server(command: tuple[str, ...]) -> str:
     """Return the role of a process without a rank, from its title, module or script; trainer by
     default.
     """
-    words = " ".join(_program(command)).lower()
-    return next((role for role, pattern in SERVER_ROLES if pattern.search(words)), "trainer")
+    words = " ".join(_program(command))
+    if actor := ACTOR.match(words):
+        if TRAINS.search(actor[1]):
+            return "trainer"
+        words = "ray " + re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", actor[1])
+    return next((role for role, pattern in SERVER_ROLES if pattern.search(words.lower())), "trainer")
 
 
 def is_launcher(command: tuple[str, ...]) -> bool:
@@ -239,8 +249,10 @@ def find_job(search: Search, table: dict[int, Process]) -> Job:
         claims = _with_peers(claims, table)
     _refuse_several_jobs(claims)
     servers = _servers(scope, claims, table) if search != Search() else []
-    if not claims and not servers:
-        claims = _unranked(search, scope, table)
+    served = {server.pid for server in servers}
+    apart = [pid for pid in scope if served.isdisjoint((pid, *ancestors(pid, table)))]
+    if not claims and (not servers or any(ACTOR.match(" ".join(table[pid].command)) for pid in apart)):
+        claims = _unranked(search, apart, table)
     ranks = _name_ranks(claims) + servers
     launcher = _launcher(ranks, table)
     children = [child for rank in ranks for child in _children(rank, ranks, table)]

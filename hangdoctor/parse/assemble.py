@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from areal_core.safety.secrets import Masker, masker
+from hangdoctor.collect.discover import role_of_server
 from hangdoctor.collect.write import ProcessEntry
 from hangdoctor.frames import of_launcher
 from hangdoctor.model import (
@@ -28,7 +29,7 @@ from hangdoctor.model import (
 from hangdoctor.parse import location
 from hangdoctor.parse.endings import Ended, endings_of
 from hangdoctor.parse.job_log import Text, read_job_log
-from hangdoctor.parse.location import ProcessName, coordinates_in, parse_name, role_of_title
+from hangdoctor.parse.location import ProcessName, coordinates_in, parse_name
 from hangdoctor.parse.logs import parse_log, running_records, watchdog_records, watchdog_timeouts
 from hangdoctor.waits import wait_of
 
@@ -159,7 +160,7 @@ def number_unranked(reading: Reading, listed: dict[str, ProcessEntry]) -> None:
     if listed or any(process.rank is not None for process in reading.processes.values()):
         return
     names = [name for name in reading.processes if not is_launcher(reading, name)]
-    roles = {name: role_of_title(reading.commands.get(name, "")) for name in names}
+    roles = {name: role_of_server(tuple(reading.commands.get(name, "").split())) for name in names}
     if "trainer" in roles.values():  # other actors of Ray beside the ranks of the job
         for name in [name for name in names if actor_of(reading, name) and roles[name] != "trainer"]:
             names.remove(name)

@@ -20,9 +20,6 @@ ROLES = {
     "rollout": "engine",
     "sglang": "engine",
     "vllm": "engine",
-    "llm": "engine",
-    "lang": "engine",
-    "generation": "engine",
     "server": "engine",
     "inference": "engine",
     "reference": "reference",
@@ -251,17 +248,6 @@ def role_in(text: str) -> str:
     """Return the role that a word of the text names; `trainer` without one."""
     words = re.split(r"[_\-. ]+", text.lower())
     return next((ROLES[word] for word in reversed(words) if word in ROLES), "trainer")
-
-
-def role_of_title(command: str) -> str:
-    """Return the role of a process that renamed itself: `sglang::scheduler_TP0`, `ray::LLMRayActor.generate`."""
-    title = command.removeprefix("ray::")
-    if title == command:
-        return role_in(command.partition("::")[0])
-    words = re.findall(
-        r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", re.sub(r"(Ray)?(Actor|Worker)$", "", title.partition(".")[0])
-    )
-    return role_in("_".join(reversed(words)))
 
 
 def host_in(text: str) -> str | None:

@@ -94,3 +94,20 @@ def test_a_process_above_this_command_is_no_rank():
     above = table(process(1, 0, "python init.py", {}), process(os.getpid(), 1, "python -m areal_debug", {}))
     with pytest.raises(NoRanksFound, match=r"at or below pid 1\b"):
         find_job(Search(pids=(1,)), above)
+
+
+def test_actors_of_ray_without_a_rank_are_numbered_beside_engines_and_their_driver():
+    actors = {
+        50: "TaskRunner.run",
+        51: "WorkerDict.update",
+        52: "LLMRayActor.generate",
+        53: "WorkerDict.update",
+    }
+    processes = [process(pid, 9, f"ray::{title}", {}) for pid, title in actors.items()]
+    job = find_job(Search(match=r"^ray::"), table(process(9, 1, "raylet", {}, "/usr/bin/raylet"), *processes))
+    assert {target.name: target.pid for target in job.targets} == {
+        "rank_0": 51,
+        "rank_1": 53,
+        "proxy_rank_0": 50,
+        "engine_rank_0": 52,
+    }
