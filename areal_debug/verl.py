@@ -78,7 +78,6 @@ class Wrapping(MetaPathFinder):
 
 
 def wrap(module: ModuleType) -> None:
-    """Wrap the trainer of a module."""
     trainer: Any = getattr(module, TRAINERS[module.__name__], None)
     if hasattr(trainer, "_update_actor"):
         trainer._update_actor = recorded(trainer._update_actor)

@@ -114,8 +114,6 @@ def moved(size: float, *names: str) -> Change:
 
 
 def filled(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Replace a tensor by a function of it."""
-
     def change(model: Any, random: torch.Generator) -> None:
         tensor(model, name).copy_(function(tensor(model, name).clone()))
 

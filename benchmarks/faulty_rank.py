@@ -74,7 +74,6 @@ def cases(flips: int, noisy: int, sound: int, other: int) -> Iterator[Case]:
 
 
 def record(case: Case, ranks: WarmRanks, model: Path, folder: Path, with_sums: bool) -> Record:
-    """Run a case and return its record."""
     folder = Path(tempfile.mkdtemp(dir=folder))
     changes: dict[str, Any] = {"debug.dump_rollout_data": True, "debug.path": str(folder / "record")}
     changes |= {"debug.dump_scope": "full", "debug.record_bit_sums": True} if with_sums else {}

@@ -31,7 +31,6 @@ class Rollouts(RandomRollouts):
     """Random rows, the same in each run, whose prompts occur in one step only."""
 
     def next_batch(self, step: int, version: int) -> Batch:
-        """Return the rows of a step."""
         batch = super().next_batch(step, version)
         return batch | {"prompt_id": batch["prompt_id"] + 1000 * step}
 

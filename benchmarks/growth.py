@@ -131,7 +131,6 @@ def sample_of(row: int, num_tokens: int, rng: np.random.Generator) -> dict[str, 
 
 
 def metrics_of(step: int) -> dict[str, float]:
-    """Return the metrics of a healthy step."""
     noise = math.sin(step * 12.9898)
     rise = step / (step + 100)
     return {
@@ -303,7 +302,6 @@ def export(name: str, file: str) -> Command:
 
 
 def of_input(*words: str, below: Sequence[str]) -> Command:
-    """Return a command on files below an input."""
     return lambda path, out: (*VERB, *words, *(f"{path}/{name}" for name in below))
 
 
@@ -472,7 +470,6 @@ def seconds(value: float) -> str:
 
 
 def line_of(row: Row) -> str:
-    """Return a row of the table."""
     costs = sorted(row.costs.items())
     cells = [row.case.name, f"{costs[-1][0]:,} {row.case.items[1]}", seconds(row.start.cpu_s)]
     cells.append(" / ".join(seconds(cost.cpu_s) for _, cost in costs))

@@ -155,7 +155,6 @@ class Case:
 
     @property
     def num_samples(self) -> int:
-        """The number of samples."""
         return self.snapshot.num_samples
 
     @property

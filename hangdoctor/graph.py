@@ -25,7 +25,6 @@ class StackClass:
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
-        """The ranks of the class."""
         return tuple(m.rank for m in self.members if m.rank is not None)
 
 

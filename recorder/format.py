@@ -245,7 +245,6 @@ class Recording:
     steps: tuple[Step, ...] | None = None
 
     def wants(self, step: int) -> bool:
-        """Return whether the step is to be recorded."""
         return step % self.every == 0 if self.steps is None else step in self.steps
 
     @property
@@ -438,7 +437,6 @@ def parse_step(document: dict[str, Any], file: str) -> StepManifest:
 
 
 def has_pictures(batches: Iterable[BatchEntry]) -> bool:
-    """Return whether any of the batches has pictures."""
     return any(IMAGE_KEYS.keys() & batch.tensors.keys() for batch in batches)
 
 

@@ -147,7 +147,6 @@ def no_text(ids: list[int]) -> str:
 
 
 def has_files(step: RankStep) -> bool:
-    """Return whether a step has pictures as files."""
     return IMAGE_DATA in step.batch.tensors
 
 

@@ -171,7 +171,6 @@ def place_of(arrays: dict[str, np.ndarray], row: int) -> Branch:
 
 
 def rows_of_prompt(step: RecordedStep, rank: int, prompt_id: int) -> list[int]:
-    """Rows of a rank that answer the prompt."""
     return np.flatnonzero(step.batch(rank, ["prompt_id"])["prompt_id"] == prompt_id).tolist()
 
 

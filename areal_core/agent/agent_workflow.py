@@ -158,7 +158,6 @@ class AgentWorkflow:
         return Outcome(rewards, failure, f"{raised.classes[0]}: {raised.message}")
 
     def rows_of(self, session: Session, outcome: "Outcome") -> dict[str, Tensor]:
-        """Return the rows of a session that has ended."""
         return export_rows(
             self.tree_of(session),
             outcome.rewards,

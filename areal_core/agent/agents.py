@@ -46,7 +46,6 @@ def check_run(agent: Any, name: str) -> None:
 
 
 def name_of(agent: Any) -> str:
-    """Return the name of an agent in messages."""
     if isinstance(agent, str):
         return agent
     kind = agent if isinstance(agent, type) else type(agent)

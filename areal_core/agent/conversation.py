@@ -144,7 +144,6 @@ class Interaction:
 
     @property
     def num_tokens(self) -> int:
-        """The number of `tokens`."""
         return len(self.response.input_tokens) + len(self.response.output_tokens)
 
     @property

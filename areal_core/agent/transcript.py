@@ -125,7 +125,6 @@ def bytes_as_json(value: Any) -> dict[str, str]:
 
 
 def from_json(value: Any) -> Any:
-    """Invert `as_json`."""
     if isinstance(value, list):
         return [from_json(member) for member in value]
     if not isinstance(value, dict):

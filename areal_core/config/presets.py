@@ -83,7 +83,6 @@ def set_option(tree: dict[str, Any], option: str, value: Any) -> None:
 
 
 def unchanged(option: str, value: Any, present: Options) -> bool:
-    """Return whether `present` already has this value."""
     return option in present and present[option] == value
 
 

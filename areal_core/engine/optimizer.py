@@ -160,7 +160,6 @@ class AdamWBf16(Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`."""
         super().load_state_dict(state_dict)  # casts states to the parameter's dtype
         for state in self.state.values():
             state["exp_avg"] = state["exp_avg"].bfloat16()

@@ -181,7 +181,6 @@ class Ranks:
         """End the sum of the gradients of a micro-batch over ranks."""
 
     def leave(self) -> None:
-        """Leave the job."""
         leave_ranks()
 
     def maximum(self, count: int) -> int:

@@ -332,7 +332,6 @@ class ServerActor:
         self._server: InferenceServer | None = None
 
     def start(self, plan: ServerPlan) -> str:
-        """Start the server; return its address."""
         self._server = start_server(plan, own_address())
         return self._server.server.address
 

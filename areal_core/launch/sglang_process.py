@@ -92,7 +92,6 @@ def option_args(options: SGLangConfig) -> list[str]:
 
 
 def cpu_environment(num_threads: int = 1) -> dict[str, str]:
-    """Environment of a server on the CPU."""
     return {
         **thread_limits(num_threads),
         "SGLANG_USE_CPU_ENGINE": "1",

@@ -159,7 +159,6 @@ class PromptFeed:
         return {"loader": self.loader.state_dict(), "prompts": [*in_flight, *unused]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
         self.loader.load_state_dict(state["loader"])
         self._waiting = deque((prompt_id, self.loader.row(prompt_id)) for prompt_id in state["prompts"])
 

@@ -57,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 
 def adapter_name(name: str, version: int | str) -> str:
-    """Return the name of one version of an adapter on the servers."""
     return f"{name}-v{version}"
 
 

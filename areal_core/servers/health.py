@@ -112,7 +112,6 @@ class Health:
             return self._records.setdefault(server, ServerRecord(server, State.STALE))
 
     def records(self) -> list[ServerRecord]:
-        """Return the records of all known servers."""
         with self._lock:
             return list(self._records.values())
 

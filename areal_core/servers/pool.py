@@ -106,7 +106,6 @@ class ServerPool:
         self._queries = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="server-query")
 
     def start_post(self, call_of: Callable[[int], Call]) -> list[PendingCall]:
-        """Start a POST to each server; `call_of(i)` is that of server i."""
         pending = []
         for i, server in enumerate(self.servers):
             wanted = call_of(i)

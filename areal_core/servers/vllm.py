@@ -124,7 +124,6 @@ class VLLMWire(Wire):
             ) from error
 
     def pause(self, mode: str) -> Call:
-        """Pause generation."""
         return Call(f"/pause?mode={PAUSES[mode]}", {})
 
     def load_folder(self, folder: Path | str, version: int, flush_cache: bool) -> list[Call]:

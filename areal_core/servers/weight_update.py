@@ -138,7 +138,6 @@ class DiskUpdate:
             )
 
     def close(self) -> None:
-        """Close the pool."""
         if self.pool is not None:
             self.pool.close()
 
@@ -398,7 +397,6 @@ class AdapterUpdate:
                     pool.post(pool.wire.unload_adapter(name))
 
     def close(self) -> None:
-        """Close the pool."""
         if self.pool is not None:
             self.pool.close()
 

@@ -209,7 +209,6 @@ class Wire(ABC):
         return Call(self.routes.join_group, self.group_payload(group_info))
 
     def checksums(self) -> Call:
-        """Return checksums of all weights."""
         return Call(self.routes.checksums, {"action": "checksum"})
 
     def load_adapter(self, name: str, folder: Path) -> Call:

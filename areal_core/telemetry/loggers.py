@@ -170,7 +170,6 @@ class StatsLogger:
             log(step, stats)
 
     def close(self) -> None:
-        """Close all loggers."""
         for log in self.loggers:
             log.close()
 

@@ -105,7 +105,6 @@ class FlippingMode(TorchDispatchMode):
             self.first = torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # type: ignore[union-attr]
 
     def end(self, module: nn.Module, arguments: Any, output: Tensor) -> None:
-        """Note that it ends."""
         if self.is_inside:
             self.is_inside = False
             self.nodes = range(self.first, output.grad_fn._sequence_nr() + 1)  # type: ignore[union-attr]

@@ -264,7 +264,6 @@ def broken_tensors(
 
 
 def weights_of(parameter: torch.nn.Parameter) -> Tensor:
-    """Return the weights of a parameter."""
     return parameter.detach()
 
 

@@ -144,7 +144,6 @@ class TimedEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights."""
         return self.engine.version
 
     @property
@@ -161,19 +160,15 @@ class TimedEngine:
         return response
 
     def set_version(self, version: int) -> None:
-        """Set the version of the weights."""
         self.engine.set_version(version)
 
     def pause(self) -> None:
-        """Pause the engine."""
         self.engine.pause()
 
     def resume(self) -> None:
-        """Resume the engine."""
         self.engine.resume()
 
     def close(self) -> None:
-        """Close the engine."""
         self.engine.close()
 
 

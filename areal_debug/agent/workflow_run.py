@@ -22,7 +22,6 @@ class CallLog:
 
     @property
     def version(self) -> int:
-        """Version of the weights."""
         return self.engine.version
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:

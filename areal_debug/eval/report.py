@@ -41,7 +41,6 @@ MISLEADING = {
 
 
 def report_of(report: Report) -> shown_as.Report:
-    """Return the report of an evaluation."""
     settings, first = report.settings, report.models[0]
     names = list(dict.fromkeys(name for model in report.models for name in model.measures))
     columns = [FACTS[name] for name in first.facts if name in FACTS]

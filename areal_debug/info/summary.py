@@ -28,7 +28,6 @@ class Info:
 
 
 def collect_info() -> Info:
-    """Collect all facts."""
     packages = read_packages()
     reachable, permissions = find_reachable(packages.versions), read_permissions()
     verbs = verbs_here(

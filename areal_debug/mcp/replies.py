@@ -135,7 +135,6 @@ def commits_in(commands: Sequence[str]) -> str | None:
 
 
 def of_hang(report: Json, given: Json) -> Answer:
-    """`hang diagnose`, `hang`."""
     label = report["label"]
     return Answer(label, next=[explained(label)], confidence=report["confidence"])
 
@@ -161,7 +160,6 @@ def of_runs(report: Json, given: Json) -> Answer:
 
 
 def of_record(report: Json, given: Json) -> Answer:
-    """`record ls`."""
     header, steps, record = report["header"], report["steps"], {"record": given["record"]}
     numbers = ("step", "num_rows", "num_tokens", "mean_reward")
     shown = steps if len(steps) <= 8 else [*steps[:4], *steps[-4:]]
@@ -228,7 +226,6 @@ def of_rows(report: Sequence[Json], given: Json) -> Answer:
 
 
 def of_learning(report: Json, given: Json) -> Answer:
-    """`doctor`."""
     alarms, checks = report["alarms"], report["checks"]
     data = {"num_checks_passed": len(checks["passed"]), "not_checked": sorted(checks["unobserved"])}
     follow = [explained(one["id"]) for one in alarms[:2]]
@@ -278,7 +275,6 @@ def of_difference(report: Json, given: Json) -> Answer:
 
 
 def of_replay(report: Json, given: Json) -> Answer:
-    """`replay`."""
     differ = [some(one, "step", "differences") for one in report["steps"] if not one["identical"]]
     data = {"num_steps": len(report["steps"]), "different_steps": differ}
     commits = commits_in(report["next"])

@@ -112,7 +112,6 @@ class Tool:
 
 
 def parse_tool(name: str, row: Mapping[str, Any]) -> Tool:
-    """Return the tool of a row."""
     arguments = (Argument(key, **tupled(facts)) for key, facts in row["arguments"].items())
     return Tool(name, **tupled(row) | {"arguments": tuple(arguments)})
 

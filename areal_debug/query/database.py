@@ -61,7 +61,6 @@ class Database:
             self.connection.execute(setting)
 
     def columns(self) -> list[TableColumns]:
-        """Return the tables with their columns."""
         return [
             TableColumns(
                 name, {row[0]: row[1] for row in self.connection.execute(f"describe {name}").fetchall()}

@@ -130,7 +130,6 @@ class Tables:
         return {name: fields[name] for name in OF_TOKENS} | tokens
 
     def all(self) -> dict[str, LazyTable]:
-        """Return the tables by name."""
         schemas: dict[str, tuple[Callable[[], pyarrow.Schema], Read]] = {
             "steps": (lambda: STEPS, self.read_step),
             "samples": (lambda: schema_of(self.layout.fields), self.read_samples),

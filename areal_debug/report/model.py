@@ -150,5 +150,4 @@ class Report:
 
 
 def rows_of(label: str, texts: Sequence[str], level: Level = "") -> list[Row]:
-    """Return texts below one label."""
     return [Row("" if i else label, text, level) for i, text in enumerate(texts)]

@@ -21,7 +21,6 @@ MOST_POINTS = 500
 
 
 def write_report(file: Path, report: Report, frame: Frame, *, summary: str = "", style: str = "") -> None:
-    """Write the page of a report."""
     repeats = report.verdict.lower() == frame.verdict.lower()  # the badge has it
     heading = report.sentence if repeats else f"{report.verdict}: {report.sentence}".rstrip(": ")
     facts = {"report": report, "verdict": frame.verdict, "heading": heading, "summary": summary}

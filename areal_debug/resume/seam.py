@@ -64,7 +64,6 @@ class Segment:
 
     @property
     def steps(self) -> list[int]:
-        """All steps, ascending."""
         return sorted({int(step) for series in self.run.by_name.values() for step in series.steps})
 
 
@@ -99,7 +98,6 @@ class Seam(NamedTuple):
     states: tuple[State, ...]
 
     def having(self, verdict: str) -> list[State]:
-        """Return the states with a verdict."""
         return [state for state in self.states if state.verdict == verdict]
 
     @property

@@ -134,7 +134,6 @@ def status_cells(status: ServerStatus) -> list[str | Cell]:
 
 
 def shown(value: float | str | None, unit: str = "") -> str:
-    """Return a value with its unit, or `-`."""
     if value is None:
         return "-"
     return f"{value:,.0f}{unit}" if isinstance(value, float) else f"{value}{unit}"

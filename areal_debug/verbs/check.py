@@ -287,7 +287,6 @@ def measure_on_ranks(model: str, dtype: str, sizes: dict[str, int], num_ranks: i
 
 
 def parity_report(model: str, allocation: str, report: dict[str, Any]) -> Report:
-    """Return the report of one model."""
     subject = f"{model} ({report['model_type']}) in {report['dtype']} on {allocation}"
     packing = "packed" if report["packs_rows"] else "computed one at a time"
     rows = [

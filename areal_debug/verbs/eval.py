@@ -158,7 +158,6 @@ def has_samples(config: "PPOConfig") -> bool:
 
 
 def check_options(config: "PPOConfig", script: Path, n_samples: int | None, ks: str | None) -> None:
-    """Refuse options of samples for a script that has none."""
     given = [name for name, value in {"--samples": n_samples, "--k": ks}.items() if value is not None]
     if given and not has_samples(config):
         fail(

@@ -195,7 +195,6 @@ class Contents:
         return self.other is not None and step + self.shift in self.other.steps
 
     def names(self, step: int) -> list[str]:
-        """Return the names of the data of a step."""
         other = step + self.shift
         names = [f"a-{step}-{kind}" for kind in self.kinds(self.record, step)]
         if self.other is not None and self.has_partner(step):
@@ -203,7 +202,6 @@ class Contents:
         return names
 
     def kinds(self, side: FollowedRecord, step: int) -> list[str]:
-        """Return the kinds of data of a step."""
         view = side.view(step)
         return [*PACKERS, *(["images"] if view.images else []), *(["calls"] if "calls" in view.rows else [])]
 

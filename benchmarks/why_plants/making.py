@@ -242,7 +242,6 @@ def link_all(source: Path, target: Path) -> None:
 
 
 def commit_edits(tree: Path, subject: str, edits: list[Edit] | tuple[Edit, ...]) -> str:
-    """Commit edits in a worktree and return the commit."""
     for edit in edits:
         edit.apply(tree)
     identity = ("-c", "user.name=benchmark", "-c", "user.email=benchmark@example.org")

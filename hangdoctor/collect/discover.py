@@ -202,7 +202,6 @@ class Target:
 
     @property
     def pid(self) -> int:
-        """The pid of its process."""
         return self.process.pid
 
 

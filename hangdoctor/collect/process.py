@@ -106,7 +106,6 @@ def ancestors(pid: int, table: dict[int, Process]) -> list[int]:
 
 
 def read_facts(pid: int) -> ProcessFacts:
-    """Return the facts of one process at this moment."""
     stat, status = read_stat(pid), status_lines(pid)
     return ProcessFacts(
         state=stat.state if stat else None,

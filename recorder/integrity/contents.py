@@ -188,7 +188,6 @@ class Prompts:
     ids: list[np.ndarray] = field(default_factory=list)
 
     def add(self, step: int, ids: Sequence[int]) -> None:
-        """Add the prompts of a step."""
         self.steps.append(step)
         self.ids.append(np.array(ids, np.int64))
 

@@ -441,7 +441,6 @@ def pictures_of_rows(step: RecordedStep, rank: int, folder: Path | None) -> Colu
 
 
 def has_file(step: RecordedStep, kind: str, rank: int, suffix: str) -> bool:
-    """Return whether a rank has a file of a kind in the step."""
     name = step.rank_name(kind, rank, suffix)
     return name in step.manifest.files or name in step.manifest.batches
 

@@ -102,7 +102,6 @@ class Guarded:
         print_to_stderr(f"{self.trainer}: {text}")
 
     def end(self, error: str | None = None) -> None:
-        """End the recording."""
         self.ended = True
         atexit.unregister(self.end_with_process)
         if self.recorder is not None:

@@ -64,7 +64,6 @@ def named(pattern: str) -> Callable[[Source], Sequence[Path]]:
 def by_file(
     name: str, notes: Sequence[str], read: ReadFile, step: str = "{}"
 ) -> Callable[[Source, Sequence[Path]], Foreign]:
-    """Read a format with one step per file."""
     return lambda source, files: read_files(name, notes, files, read, step)
 
 

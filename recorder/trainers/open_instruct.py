@@ -51,7 +51,6 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
 
 
 def parse_row(row: Mapping[str, Any], where: str) -> Sample:
-    """Parse one sample."""
     response = member(row, "response_tokens", where)
     advantage = number_or_none(optional(row, "advantage"))
     sample = completion_sample(

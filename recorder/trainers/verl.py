@@ -157,7 +157,6 @@ def write(
     stats: Mapping[str, Any] | None,
     trainer: Any,
 ) -> None:
-    """Record a step."""
     rows = rows_of_queue(data) if hasattr(data, "partition_id") else rows_of_proto(data)
     config = config_of(trainer) if recorder.recorder is None else None
     recorder.step(

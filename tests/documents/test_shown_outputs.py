@@ -1,7 +1,7 @@
 """Commands of README and the tour print what is shown, from the built wheel in an empty folder.
 
-Times, rates, sizes and addresses are compared as numbers of any value, and so are numbers with a
-decimal point, whose digits depend on the processor; all others by value. The wheel stands before
+Times, rates, sizes and addresses are compared as numbers of any value, and so are sampled tokens and
+numbers with a decimal point, which depend on the processor; all others by value. The wheel stands before
 the checkout on the path of the interpreter, whose packages it uses: `pip install --target` puts it
 there.
 """
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # What differs between machines and runs: times, rates, rounding, addresses, folders of the user.
 VARIES = [
     (r"-?\b\d+(\.\d+(e[-+]\d+)?|e[-+]\d+)\b", "N"),
-    (r"-?(N|\d[\d,]*) (tokens/s|s\b|MB|kB)", "N"),
+    (r"-?(N|\d[\d,]*) (tokens/s|tokens of|s\b|MB|kB)", "N"),
     (r"runs/logs/\w+/", "runs/logs/USER/"),
     (r"\d{4}-\d\d-\d\dT[\d:+]+", "TIME"),
     (r"\(\S*?(\w+\.py):\d+\)", r"(\1)"),
