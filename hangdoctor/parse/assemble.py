@@ -161,6 +161,8 @@ def number_unranked(reading: Reading, listed: dict[str, ProcessEntry]) -> None:
         return
     names = [name for name in reading.processes if not is_launcher(reading, name)]
     roles = {name: role_of_server(tuple(reading.commands.get(name, "").split())) for name in names}
+    # A driver that does not wait for its actors is part of what hangs.
+    roles |= {name: "trainer" for name, role in roles.items() if role == "proxy" and actor_of(reading, name)}
     if "trainer" in roles.values():  # other actors of Ray beside the ranks of the job
         for name in [name for name in names if actor_of(reading, name) and roles[name] != "trainer"]:
             names.remove(name)

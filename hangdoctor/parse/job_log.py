@@ -378,7 +378,10 @@ def read_messages(job: JobLog, lines: Lines) -> None:
         job.exits[job.first] = (int(agent[1]), f"exit code {agent[1]}, local_rank {agent[2]}")
     for pattern in EXITED:
         for match in pattern.finditer(text):
-            job.exits |= dict.fromkeys(numbers_in(match["ranks"]), (None, match["words"].strip()))
+            code = match.groupdict().get("code")
+            said = (int(code) if code else None, match["words"].strip())
+            job.exits |= dict.fromkeys(numbers_in(match["ranks"]), said)
+            job.first = int(match["ranks"]) if code and job.first is None else job.first
             job.complete = True
     for pattern in NAMED if job.exits else (*NAMED, POINTED):
         for match in pattern.finditer(text):

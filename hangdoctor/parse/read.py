@@ -73,7 +73,14 @@ def read_snapshot(paths: Iterable[Path], world_size: int | None = None) -> Snaps
         for member, data in members_of(path, reading.notes):
             take(reading, member, data)
     snapshot = finish(reading, world_size)
-    found = snapshot.dumps or snapshot.records or snapshot.ras or snapshot.expected or snapshot.endings
+    found = (
+        snapshot.dumps
+        or snapshot.records
+        or snapshot.ras
+        or snapshot.expected
+        or snapshot.endings
+        or snapshot.stopped
+    )
     if not (
         found
         or len(set(snapshot.steps.values())) > 1

@@ -64,7 +64,8 @@ def ended_otherwise(case: Case, graph: Graph) -> Verdict | None:
         shown = f"{begin(ranks_text(behind))} {fact}" if behind else "Nothing shows a hang"
         summary = f"{shown}: the job was ended from outside ({stopped})."
     else:
-        summary = f"Ranks {rank_ranges(lost) or 'unknown'} lost a peer, and no log says which failed."
+        who = f"{begin(ranks_text(lost))} lost a peer, and no" if lost else "No"
+        summary = f"{who} log says which failed."
     if case.snapshot.recovered:
         summary += " A later attempt ran on."
     return make_verdict("unknown", "low", blamed, summary, (), "records")

@@ -1,5 +1,6 @@
 """Rules for ranks outside the operation that their peers wait in: what each of them waits for."""
 
+import itertools
 import re
 
 from hangdoctor.case import Case, Process
@@ -167,7 +168,8 @@ def lock_deadlock(case: Case, graph: Graph) -> Verdict | None:
         best: Confidence = "high" if held[0].cpu_fraction is not None else "medium"
         what, others = "in native code that keeps the GIL", locked_threads(held)
         return one_rank_verdict("lock_deadlock", case, graph, held, what, best, others, "gil")
-    if files := [s for s in sources if s.wait.kind == "file_lock"]:
+    files = [s for s in sources if s.wait.kind == "file_lock"]
+    if files and not holders_of(files, sources):
         return one_rank_verdict("lock_deadlock", case, graph, files, "for a lock file", variant="files")
     locked = [
         s
@@ -183,6 +185,14 @@ def lock_deadlock(case: Case, graph: Graph) -> Verdict | None:
     what = "for a lock while another of its threads waits for a lock too" if cycle else "for a lock"
     best = "high" if cycle else "medium"
     return one_rank_verdict("lock_deadlock", case, graph, locked, what, best, locked_threads(locked))
+
+
+def holders_of(waiting: list[Process], sources: tuple[Process, ...]) -> list[Process]:
+    """Return the ranks that are further in the function in which others wait for a lock file."""
+    pairs = (pair for s in waiting for pair in itertools.pairwise(s.wait.frames) if pair[0] == s.wait.frame)
+    callers = {caller.function for _, caller in pairs}
+    others = (s for s in sources if s.wait.kind != "file_lock")
+    return [s for s in others if any(f.function in callers for f in s.wait.frames[1:])]
 
 
 def holds_gil_asleep(process: Process, case: Case) -> bool:
