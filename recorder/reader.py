@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -550,6 +551,14 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
     return open_archive(location)
 
 
+def not_a_record(location: str | os.PathLike[str], storage: Storage) -> NotARecord:
+    """Return the error for a folder without record.json, with records that are directly below it."""
+    found = (name for name in sorted(storage.names("")) if storage.size(f"{name}/{RECORD_FILE}") is not None)
+    below = ", ".join(os.path.join(location, name) for name in islice(found, 3))
+    give = f"give one of those below it: {below}" if below else "give the folder that a run recorded into"
+    return NotARecord(f"{location} holds no {RECORD_FILE}: {give}")
+
+
 def open_record(path: str | os.PathLike[str], damage: Damage | None = None) -> Record:
     """Open a record: a folder, or an archive in a folder, a zip file or at an fsspec URL.
 
@@ -573,7 +582,7 @@ def open_record(path: str | os.PathLike[str], damage: Damage | None = None) -> R
         committed_any = any(storage.size(step_file(step)) is not None for step in step_folders(storage))
         if committed_any or RECORD_FILE in storage.names(""):
             raise DamagedRecord(RECORD_FILE, "is missing: without it the steps have no meaning")
-        raise NotARecord(f"{location} holds no {RECORD_FILE}: give the folder that a run recorded into")
+        raise not_a_record(location, storage)
     header = parse_header(read_checksummed(storage, RECORD_FILE))
     gaps, end = Gaps(), None
     with damage.left_out() if damage else nullcontext():

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from recorder.errors import DamagedRecord, NotARecord, UnknownFormat
+from recorder.errors import DamagedRecord, UnknownFormat
 from recorder.format import (
     ANCHOR_FILE,
     ANCHORS_FOLDER,
@@ -39,6 +39,7 @@ from recorder.reader import (
     Record,
     RecordedStep,
     check_file,
+    not_a_record,
     numbered_folders,
     open_storage,
     parse_manifest,
@@ -121,7 +122,7 @@ def verify(
     """
     storage = open_storage(path)
     if not {RECORD_FILE, STEPS_FOLDER}.intersection(storage.names("")):
-        raise NotARecord(f"{path} holds no {RECORD_FILE}: give the folder that a run recorded into")
+        raise not_a_record(path, storage)
     header, gaps, end, problems = read_top(storage)
     steps, anchors = [], []
     try:

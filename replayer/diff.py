@@ -219,7 +219,7 @@ def settings_that_differ(left: Record, right: Record) -> HeaderComparison:
         # a path does not matter if its files are compared
         tokenizers = [side.tokenizer and side.tokenizer["files"] for side in (one, other)]
         same_tokenizer = tokenizers[0] == tokenizers[1]
-        paths = MODEL_PATHS[: 1 + same_tokenizer] if has_files else ()
+        paths = [*TABLE["observing"], *(MODEL_PATHS[: 1 + same_tokenizer] if has_files else ())]
         config = [
             item
             for item in header.config

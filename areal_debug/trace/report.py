@@ -64,7 +64,10 @@ def verdict(report: TraceReport) -> tuple[str, str]:
         least = count(FEWEST_STEPS + 1, "step")
         return "Too few steps", f"{len(report.steps)}, and a slow one shows among {least} or more; {share}"
     if not report.slow:
-        return "Steady", f"no step took more than {SLOW:g} times the median of {median}; {share}"
+        return (
+            "Steady",
+            f"after the first, no step took more than {SLOW:g} times the median of {median}; {share}",
+        )
     listed = ", ".join(map(str, report.slow[:10])) + (" ..." if len(report.slow) > 10 else "")
     plural = "s" if len(report.slow) > 1 else ""
     return "Slow", f"step{plural} {listed} took more than {SLOW:g} times the median of {median}; {share}"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from recorder import DamagedRecord, open_record
+from recorder import DamagedRecord, NotARecord, open_record, verify
 from recorder.testing import scripted_batch
 
 
@@ -31,3 +31,9 @@ print(step.batch(0)["input_ids"].sum(), step.outcome(0).stats["grad_norm"], step
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     total = scripted_batch([3, 8, 6, 4], seed=0)["input_ids"].sum()
     assert done.stdout.split() == [str(total), str(1 / 3), "0"]
+
+
+@pytest.mark.parametrize("read", [open_record, verify])
+def test_a_folder_of_records_is_refused_with_their_names(record_of_one_rank, read):
+    with pytest.raises(NotARecord, match=f"give one of those below it: {record_of_one_rank}"):
+        read(record_of_one_rank.parent)

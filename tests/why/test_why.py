@@ -88,6 +88,17 @@ def test_an_option_that_acts_later_explains_nothing(tmp_path):
     assert (answer.difference.place.row, answer.difference.place.token) == (1, 3)
 
 
+def test_an_option_of_the_rollouts_that_only_watches_is_no_setting(tmp_path):
+    def other_tokens(script):
+        script.batch["input_ids"][1, 3] += 1
+
+    options = {"enable_rollout_tracing": True, "setup_timeout": 9.0}
+    here = replace(OURS, config={**OURS.config, "rollout": {"max_head_offpolicyness": 2}})
+    there = replace(OURS, config={**OURS.config, "rollout": {"max_head_offpolicyness": 0} | options})
+    answer = ask(tmp_path, other_tokens, there, here)
+    assert [s.where for s in answer.settings] == ["rollout.max_head_offpolicyness"]
+
+
 def test_an_option_that_one_version_lacks_is_not_the_cause_at_its_default(tmp_path):
     answer = ask(tmp_path, other_loss, header(c_clip=None, eps_clip=0.1))
     assert answer.finding.cause.what == "actor.eps_clip is 0.2 in A and 0.1 in B"
