@@ -47,6 +47,8 @@ def report_of_rescore(report: RescoreReport) -> Report:
     """Return the verdict, a table of the steps with disagreements, and ten samples of each kind."""
     failed, unmatched = report.total("failed"), report.total("unmatched")
     rows = [Row("failed", f"{failed:,} calls failed: {report.failure}", "unsure")] if failed else []
+    if "missing a required argument" in report.failure:
+        rows.append(Row("next", "--data FILE gives the function the fields of its rows"))
     if unmatched:
         rows.append(Row("unmatched", f"{unmatched:,} samples: no row of the data has their prompt", "unsure"))
     rows += rows_of("paired", [pairing.sentence for pairing in report.pairings[:MOST_ROWS]], "bad")

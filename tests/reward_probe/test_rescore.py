@@ -67,7 +67,7 @@ def test_steps_are_chosen_and_a_function_without_its_rows_is_inconclusive(record
     code, out, _ = run(record / "r", f"{record / 'fn.py'}:right")
     assert code == 2
     assert out.startswith("Inconclusive: 0 of 18 samples have both rewards")
-    assert "18 calls failed" in out
+    assert "18 calls failed" in out and "--data FILE gives the function the fields of its rows" in out
     found = json.loads(run(record / "r", f"{record / 'fn.py'}:has_digit", "--from-step", 2, "--json")[1])
     assert [step["step"] for step in found["steps"]] == [2]
     assert run(record / "r", f"{record / 'fn.py'}:right", "--from-step", 9)[0] == 2
