@@ -7,15 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from click.testing import CliRunner
 
 from areal_core.testing import make_tiny_tokenizer
-from areal_debug.verbs.consistency import command
 from consistency.score import scorer_of
 from consistency.tokens import Sequences
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, send_step
 from recorder.writer import RecordWriter
+from tests.command_line import invoke
 
 from .faulty_engine import FaultyEngine, sample_rows
 from .models import peaked_model
@@ -31,7 +30,7 @@ def save_model(folder: Path, seed: int) -> Path:
 
 
 def judged(*arguments) -> tuple[int, dict]:
-    done = CliRunner().invoke(command, [*map(str, arguments), "--json"])
+    done = invoke("consistency", *arguments, "--json")
     return done.exit_code, json.loads(done.stdout) if done.exit_code != 2 else done.stderr
 
 

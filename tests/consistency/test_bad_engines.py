@@ -4,10 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.verbs.consistency import command
 from consistency.tokens import Sequences
+from tests.command_line import invoke, printed
 
 from .fault_server import SGLANG, application, hosting, serving_rows
 
@@ -22,9 +21,7 @@ def prompts(tmp_path):
 
 
 def complaint(*arguments):
-    done = CliRunner().invoke(command, [str(argument) for argument in arguments])
-    assert done.exit_code == 2, done.output
-    return done.stderr
+    return printed("consistency", *arguments, code=2)
 
 
 def complaint_about(routes, model, prompts):
@@ -57,9 +54,7 @@ def test_unusable_logprobs_are_counted_and_not_averaged(model, prompts):
     row = Sequences(np.array([*PROMPT, 8, 9, 10, 11]), np.array([0, 7]), np.arange(7) > 2, values)
     row.engine_logprobs[5] = -9999.0
     with serving_rows(row) as address:
-        done = CliRunner().invoke(
-            command, ["--engine", address, "--model", str(model), "--prompts", str(prompts), "--json"]
-        )
+        done = invoke("consistency", "--engine", address, "--model", model, "--prompts", prompts, "--json")
     found = json.loads(done.stdout)
     counted = ("engine_nan", "engine_minus_infinity", "engine_above_zero")
     assert [found["excluded"][name] for name in counted] == [1, 1, 1]

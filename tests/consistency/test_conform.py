@@ -4,9 +4,8 @@ import json
 from functools import partial
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.verbs.consistency import command
+from tests.command_line import invoke
 
 from . import unsound_server as unsound
 
@@ -14,9 +13,7 @@ late = partial(pytest.param, marks=pytest.mark.long)
 
 
 def conform(address, model, *options):
-    done = CliRunner().invoke(command, ["--conform", "--engine", address, "--model", str(model), *options])
-    assert done.exit_code in (0, 1), done.output
-    return done
+    return invoke("consistency", "--conform", "--engine", address, "--model", model, *options)
 
 
 def test_a_sound_engine_passes_and_keeps_its_weights(tiny_model):
@@ -48,5 +45,5 @@ def test_a_fault_is_named(tiny_model, plant, names, evidence):
 
 def test_a_wrong_model_is_one_sentence(tiny_model, model):
     with unsound.serving(str(model)) as address:
-        done = CliRunner().invoke(command, ["--conform", "--engine", address, "--model", str(tiny_model)])
+        done = conform(address, tiny_model)
     assert (done.exit_code, "does not hold the weights of" in done.stderr) == (2, True)

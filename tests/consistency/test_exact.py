@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.verbs.consistency import command
 from consistency.entry.exact import compare
+from tests.command_line import invoke
 
 
 def test_values_are_compared_bit_for_bit_and_the_first_difference_is_kept():
@@ -21,7 +20,7 @@ def test_values_are_compared_bit_for_bit_and_the_first_difference_is_kept():
 def test_the_embedded_engine_is_proven_and_then_compared(tiny_model, tmp_path):
     file = tmp_path / "certificate.json"
     arguments = ["--exact", "--engine", "embedded", "--max-new-tokens", "8", "--tokens", "1"]
-    done = CliRunner().invoke(command, [*arguments, "--model", str(tiny_model), "-o", str(file)])
+    done = invoke("consistency", *arguments, "--model", tiny_model, "-o", file)
     assert done.exit_code == 0, done.output
     assert "Proven: " in done.stdout
     saved = json.loads(file.read_text())
@@ -40,8 +39,8 @@ def test_a_real_server_gets_an_honest_verdict_and_conforms(tiny_model, sglang):
     with sglang(tiny_model, **lora) as running:
         address = running.server.address
         given = ["--exact", "--engine", address, "--model", str(tiny_model)]
-        done = CliRunner().invoke(command, [*given, "--json"])
-        conformed = CliRunner().invoke(command, ["--conform", *given[1:], "--json"])
+        done = invoke("consistency", *given, "--json")
+        conformed = invoke("consistency", "--conform", *given[1:], "--json")
     found = json.loads(done.stdout)
     assert done.exit_code == {"proven": 0, "refuted": 1}[found["verdict"]], done.output
     assert all(check["num_tokens"] > 0 for check in found["checks"])

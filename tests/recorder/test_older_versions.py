@@ -5,11 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.cli import main
 from recorder import open_record, verify
 from recorder.testing import write_scripted_record
+from tests.command_line import printed
 from tests.recorder.full_record import sealed
 
 
@@ -48,9 +47,7 @@ def test_a_record_of_version_1_has_the_same_values(tmp_path):
 def test_a_newer_version_ends_a_verb_with_one_sentence(tmp_path, file):
     write_scripted_record(tmp_path / "record", num_steps=1)
     rewrite(tmp_path / "record" / file, format_version=4)
-    done = CliRunner().invoke(main, ["record", "show", str(tmp_path / "record"), "--step", "0"])
-    assert done.exit_code == 2
-    said = " ".join(done.output.split())
+    said = " ".join(printed("record", "show", tmp_path / "record", "--step", "0", code=2).split())
     assert "format version 4, this version of areal-debug reads 1" in said
     assert said.endswith("install the version that wrote it")
     assert "Traceback" not in said

@@ -4,10 +4,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from areal_debug.record.decode import load_decoder
-from areal_debug.verbs.open import command
 from areal_debug.view.data import read_run, read_step, run_document, text_of_tokens
 from recorder import open_record
 
@@ -61,7 +59,3 @@ def test_curves_have_a_value_a_step_and_json_has_none_where_it_is_not_finite(cha
     assert run.clip == pytest.approx((0.8, 1.28))
     run.curves["loss"][1] = float("nan")
     assert run_document(run)["curves"]["loss"][1] is None
-
-
-def call(*arguments):
-    return CliRunner().invoke(command, [str(argument) for argument in arguments])

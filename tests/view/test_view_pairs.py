@@ -1,21 +1,15 @@
 """Two steps beside each other, and pages of all steps: what is matched, listed and written."""
 
-from click.testing import CliRunner
-
-from areal_debug.verbs.open import command
 from areal_debug.view import page
 from areal_debug.view.pairs import pair_document
 from recorder import open_record
+from tests.command_line import invoke
 
 OURS = (False, False)
 
 
 def steps_of(two, step):
     return [open_record(path).step(step) for path in two]
-
-
-def call(*arguments):
-    return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
 
 def test_rows_are_matched_by_prompt_and_sample(two):
@@ -36,7 +30,7 @@ def test_rows_are_matched_by_prompt_and_sample(two):
 
 def test_one_file_has_a_limit_and_leaves_nothing_behind(two, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "MAX_FILE_BYTES", 1000)
-    done = call(two[0], "--all-steps", "-o", tmp_path / "all.html")
+    done = invoke("open", two[0], "--all-steps", "-o", tmp_path / "all.html")
     assert done.exit_code == 2
     assert "one file would have more than 0 MB at step 0" in done.output
     assert "write a folder (-o FOLDER)" in done.output

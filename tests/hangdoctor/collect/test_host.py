@@ -9,13 +9,12 @@ import threading
 import time
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.hang.collect import collect
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.pyspy import Options
 from hangdoctor.collect.write import read_manifest, unpack
+from tests.command_line import invoke
 
 QUICK = Options(interval_s=0.2, timeout_s=20, host="here")
 RANK = """
@@ -137,7 +136,7 @@ def test_flight_recorder_dump_is_requested_through_its_pipe(job, tmp_path):
 def test_command_writes_a_tar_and_says_what_comes_next(job, tmp_path):
     tar = tmp_path / "out.tar.gz"
     arguments = ["--pid", str(job[0].pid), "--to", str(tar), "--interval", "0.1"]
-    done = CliRunner().invoke(collect, arguments)
+    done = invoke("hang", "collect", *arguments)
     assert done.exit_code == 0, done.output
     assert done.output.splitlines() == [
         "rank_2: gone: no process on this host claims this rank",
@@ -145,7 +144,7 @@ def test_command_writes_a_tar_and_says_what_comes_next(job, tmp_path):
     ]
     unpack(tar.read_bytes(), tmp_path / "out")
     assert statuses(tmp_path / "out")["rank_0"] == "dumped"
-    again = CliRunner().invoke(collect, arguments)
+    again = invoke("hang", "collect", *arguments)
     assert (again.exit_code, again.output) == (
         2,
         f"Error: {tar} exists already: give --force to replace it, or another path\n",
@@ -181,7 +180,7 @@ def test_a_collection_of_a_process_with_secrets_has_none(tmp_path):
             assert process.poll() is None
             time.sleep(0.02)
         to = ["--to", str(tmp_path / "collection"), "--pid", str(process.pid), "--samples", "1"]
-        done = CliRunner().invoke(collect, to)
+        done = invoke("hang", "collect", *to)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

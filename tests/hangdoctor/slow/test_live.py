@@ -11,15 +11,14 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.verbs.hang import command
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.process import connected_ports, listening_ports
 from hangdoctor.collect.pyspy import find_pyspy
 from hangdoctor.slow.engines import find_engines, metrics_requests
 from hangdoctor.slow.live import sentence_about
 from hangdoctor.slow.sample import collects_garbage
+from tests.command_line import invoke
 
 NUM_RANKS = 3
 ALL_REDUCE = """
@@ -93,7 +92,7 @@ def job(tmp_path):
 
 def test_the_slow_rank_of_a_running_job_is_named(job):
     pid = job("slow")
-    done = CliRunner().invoke(command, ["--slow", "--pid", str(pid), "--seconds", "5", "--json"])
+    done = invoke("hang", "--slow", "--pid", pid, "--seconds", "5", "--json")
     verdict = json.loads(done.output)
     assert (verdict["label"], verdict["cause"], verdict["culprit_ranks"]) == ("slow_rank", "input", [1])
     assert verdict["place"].startswith("__getitem__ (")
@@ -107,7 +106,7 @@ def test_the_slow_rank_of_a_running_job_is_named(job):
 @pytest.mark.long
 def test_a_healthy_job_has_no_slow_rank_and_the_watch_says_nothing(job):
     pid = job()
-    done = CliRunner().invoke(command, ["--slow", "--pid", str(pid), "--seconds", "4"])
+    done = invoke("hang", "--slow", "--pid", pid, "--seconds", "4")
     assert done.output.startswith("no_rank_is_slow")
     assert "No rank is slow: all 3 wait" in done.output
     assert "Share of the time, in percent" in done.output
