@@ -19,7 +19,7 @@ from tests.command_line import invoke
 from .faulty_engine import FaultyEngine, sample_rows
 from .models import peaked_model
 
-NUM_ROWS, PROMPT_LENGTH = 24, 10
+NUM_ROWS, PROMPT_LENGTH = 12, 10
 
 
 def save_model(folder: Path, seed: int) -> Path:
@@ -56,6 +56,7 @@ def write_record(
     model: Path,
     seed: int = 0,
     num_steps: int = 1,
+    num_rows: int = NUM_ROWS,
     updated: bool = False,
     change: Callable[[dict[str, np.ndarray]], None] = lambda batch: None,
     **transforms,
@@ -78,7 +79,7 @@ def write_record(
     write_header(folder, header)
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(step)
-        prompts = torch.randint(5, 100, (NUM_ROWS, PROMPT_LENGTH), generator=generator)
+        prompts = torch.randint(5, 100, (num_rows, PROMPT_LENGTH), generator=generator)
         engine = FaultyEngine(scorer, noise=0.005, **transforms)
         batch = padded_batch(sample_rows(engine, prompts, 50, seed=step), step * updated)
         change(batch)

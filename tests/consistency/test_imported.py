@@ -22,7 +22,7 @@ def test_imported_dump_is_checked_at_the_given_temperature(model, tmp_path):
     dump = imported(write_record(tmp_path / "record", model, draws=transform, reports=transform), tmp_path)
     done = invoke("consistency", dump, "--model", model, "--temperature", "0.7", "--json")
     found = json.loads(done.stdout)
-    assert (done.exit_code, found["verdict"], found["num_tokens"]) == (0, "healthy", 24 * 50)
+    assert (done.exit_code, found["verdict"], found["num_tokens"]) == (0, "healthy", 12 * 50)
     done = invoke("consistency", dump, "--model", model, "--json")
     found = json.loads(done.stdout)
     json_schema.check("consistency", found)
