@@ -82,7 +82,7 @@ def statuses(folder):
     return {process.name: process.status for process in read_manifest(folder).processes}
 
 
-def test_every_process_is_dumped_and_every_expected_rank_has_a_status(job, tmp_path):
+def test_every_process_is_dumped_every_rank_has_a_status_and_what_lies_around_is_kept(job, tmp_path):
     manifest = collect_host(search_for(job), tmp_path / "out", QUICK)
     assert manifest == read_manifest(tmp_path / "out")
     assert statuses(tmp_path / "out") == {
@@ -98,10 +98,6 @@ def test_every_process_is_dumped_and_every_expected_rank_has_a_status(job, tmp_p
     facts = json.loads((tmp_path / "out/proc/1/rank_0_child_0.json").read_text())
     assert (facts["state"], facts["parent_pid"]) == ("S", job[0].pid)
     assert abs(facts["start_time"] - time.time()) < 120
-
-
-def test_what_lies_around_the_ranks_is_kept_and_no_credential(job, tmp_path):
-    collect_host(search_for(job), tmp_path / "out", QUICK)
     out = tmp_path / "out"
     assert (out / "logs/rank_1.log").read_text() == "step 41\nstep 42\n"
     assert json.loads((out / "errors/rank_2.json").read_text()) == {"message": "out of memory"}
