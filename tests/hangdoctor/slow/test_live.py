@@ -1,4 +1,4 @@
-"""Real processes: three ranks that meet in a stand-in of torch's all_reduce, and their engine."""
+"""Real processes: three ranks of a stand-in of torch and their engine, and twenty causes in 8 ranks."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -148,3 +149,18 @@ def test_a_server_is_found_by_its_port_and_its_metrics_are_read():
     assert find_engines((), {port}, [os.getpid()]) == []
     server.shutdown()
     server.server_close()
+
+
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "slow_ranks.py"
+MOST_S = 30
+
+
+@pytest.mark.long
+def test_each_cause_is_named_and_no_healthy_job_is_accused(tmp_path):
+    table = tmp_path / "table.json"
+    done = subprocess.run([sys.executable, str(BENCHMARK), "--json", str(table)], check=False)
+    results = json.loads(table.read_text())
+    assert [result["summary"] for result in results if not result["right"]] == []
+    assert [result["name"] for result in results if result["seconds"] > MOST_S] == []
+    assert len([result for result in results if not result["name"].startswith("healthy")]) == 20
+    assert done.returncode == 0
