@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 
-from areal_core.testing import make_tiny_model
 from consistency.entry.exact import compare
 from tests.command_line import invoke
 
@@ -57,18 +56,13 @@ def test_a_real_server_gets_an_honest_verdict_and_conforms(tiny_model, sglang):
 late = partial(pytest.param, marks=pytest.mark.long)
 
 
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("small"), hidden_size=16, num_heads=2)
-
-
 def conform(address, model, *options):
     return invoke("consistency", "--conform", "--engine", address, "--model", model, *options)
 
 
-def test_a_sound_engine_passes_and_keeps_its_weights(small_model):
-    with unsound.serving(str(small_model)) as address:
-        done = conform(address, small_model)
+def test_a_sound_engine_passes_and_keeps_its_weights(tiny_model):
+    with unsound.serving(str(tiny_model)) as address:
+        done = conform(address, tiny_model)
         assert done.exit_code == 0, done.output
         assert done.stdout.startswith("Conforms: 14 pass")
 
@@ -85,15 +79,15 @@ def test_a_sound_engine_passes_and_keeps_its_weights(small_model):
         late(unsound.keeps_the_first_adapter, ("LoRA adapter",), "first adapter"),
     ],
 )
-def test_a_fault_is_named(small_model, plant, names, evidence):
-    with unsound.serving(str(small_model), plant) as address:
-        checks = json.loads(conform(address, small_model, "--json").stdout)["checks"]
+def test_a_fault_is_named(tiny_model, plant, names, evidence):
+    with unsound.serving(str(tiny_model), plant) as address:
+        checks = json.loads(conform(address, tiny_model, "--json").stdout)["checks"]
     found = {check["name"]: check for check in checks if check["verdict"] == "fail"}
     assert tuple(found) == names
     assert all(evidence in check["held"] + check["evidence"] for check in found.values())
 
 
-def test_a_wrong_model_is_one_sentence(small_model, model):
+def test_a_wrong_model_is_one_sentence(tiny_model, model):
     with unsound.serving(str(model)) as address:
-        done = conform(address, small_model)
+        done = conform(address, tiny_model)
     assert (done.exit_code, "does not hold the weights of" in done.stderr) == (2, True)
