@@ -1,20 +1,42 @@
 """The command line in this process, all of its commands, git, and scripts that install what tests need."""
 
+import json
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from areal_debug.cli import main
 
 
+def invoke(*arguments: object) -> Result:
+    """Run `areal-debug` with arguments."""
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    if not isinstance(done.exception, SystemExit | None):
+        raise done.exception
+    return done
+
+
 def run(*arguments: object) -> tuple[int, str, str]:
     """Return exit code, standard output and standard error of `areal-debug` with arguments."""
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    done = invoke(*arguments)
     return done.exit_code, done.stdout, done.stderr
+
+
+def printed(*arguments: object, code: int = 0) -> str:
+    """Return what `areal-debug` prints, on both streams, where it ends with this code."""
+    done = invoke(*arguments)
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def reported(*arguments: object) -> tuple[int, Any]:
+    """Return the exit code of `areal-debug` and its `--json`."""
+    done = invoke(*arguments, "--json")
+    return done.exit_code, json.loads(done.stdout)
 
 
 def walk(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:

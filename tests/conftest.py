@@ -27,6 +27,7 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 ROOT = Path(__file__).parent.parent
+ON_RANKS = Path(__file__).with_name("on_ranks.py")
 # In the order in which they start: what waits for servers and processes that hang, then the most
 # CPU time.
 FIRST = [
@@ -239,15 +240,16 @@ def in_process(ranks, monkeypatch):
 
 @pytest.fixture(scope="session")
 def torchrun():
-    """Run a Python file on several gloo ranks.
+    """Run `main` of a file on several gloo ranks.
 
-    `torchrun(program, 2, argument, ...)` returns the last line that rank 0 printed, parsed as JSON.
+    `torchrun(program, 2, argument, ...)` returns what it returns on rank 0, as JSON has it.
     """
 
     def run(program: Path, num_ranks: int, *arguments: object, timeout_s: int = 120):
         options = ["--standalone", f"--nproc-per-node={num_ranks}"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        argv = ["-m", "torch.distributed.run", *options, str(program), *map(str, arguments)]
+        module = ".".join(Path(program).relative_to(ROOT).with_suffix("").parts)
+        argv = ["-m", "torch.distributed.run", *options, str(ON_RANKS), module, *map(str, arguments)]
         done = run_forked(argv, environment, timeout_s=timeout_s)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout.strip().splitlines()[-1])

@@ -54,6 +54,7 @@ OF_TESTS = (
 PROGRAMS = (
     *("areal_core.launch.node", "areal_core.reward.reward_worker", "areal_core.testing.embedded_server"),
     *("areal_debug.rank_tasks.on_rank", "areal_debug.serve.keeper", "areal_debug.train.script"),
+    "areal_debug.mcp.in_child",
 )
 COMMANDS = [" ".join(python_command("-m", name)[1:]) for name in PROGRAMS]
 LAUNCHED = (*COMMANDS, f"{SAFE} {warm_server.__file__}", "-u ")

@@ -141,12 +141,15 @@ def run_anew(
 
 
 def worker_command() -> str:
-    """Return what starts a worker of pytest-xdist in a fork, in place of a new interpreter."""
+    """Return what starts a program in a fork, such as a worker of pytest-xdist, for who starts a command.
+
+    It takes the place of the interpreter, and needs `ADDRESS` in its environment.
+    """
     return f"{sys.executable} -SP {__file__}"
 
 
-if __name__ == "__main__":  # `-u -c CODE`, as execnet starts a Python
+if __name__ == "__main__":  # `-u -c CODE`, as execnet starts a Python, or `-m MODULE ARGUMENT...`
     with socket.socket(socket.AF_UNIX) as asked:
-        send_request(asked, sys.argv[-2:], os.environ, None, [0, 1, 2])
+        send_request(asked, sys.argv[1 + (sys.argv[1] == "-u") :], os.environ, None, [0, 1, 2])
         with asked.makefile() as answered:
             sys.exit(int(answered.read().split()[1]))

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.verbs.agent import command
+from tests.command_line import invoke
 
 AGENTS = Path(__file__).parent / "agents_under_test.py"
 
@@ -24,8 +23,7 @@ def agent(rows):
     """Call `agent("run", "Plain", ...)`; returns exit code and output."""
 
     def call(verb: str, name: str, *arguments: object) -> tuple[int, str]:
-        given = [verb, f"{AGENTS}:{name}", "--data", str(rows), *map(str, arguments)]
-        done = CliRunner().invoke(command, given, catch_exceptions=False)
+        done = invoke("agent", verb, f"{AGENTS}:{name}", "--data", rows, *arguments)
         return done.exit_code, done.output
 
     return call

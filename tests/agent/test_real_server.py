@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from areal_core.servers.server import call
-from areal_debug.verbs.agent import command
+from tests.command_line import invoke
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang]
 
@@ -41,7 +40,7 @@ def test_an_agents_tokens_are_those_that_the_server_samples_for_the_same_prompt(
         "gconfig.greedy=true",
         "rollout.agent.chat_template_type=concat",
     ]
-    done = CliRunner().invoke(command, [*arguments, *overrides], catch_exceptions=False)
+    done = invoke("agent", *arguments, *overrides)
     assert done.exit_code == 0, done.output
     report = json.loads(done.output[done.output.index("{") :])
     first, second = report["turns"]

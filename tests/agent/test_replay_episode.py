@@ -5,14 +5,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
 
 from areal_core.agent.agents import load_agent
 from areal_core.rollout.episodes import assemble
-from areal_debug.verbs.agent import command
 from recorder import RecordingOptions, RecordWriter
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, send_step
+from tests.command_line import invoke, reported
 
 # The variant is an argument of the agent; "" is the recorded one.
 AGENT = """
@@ -113,9 +112,7 @@ def record(tmp_path, tokenizer, make_workflow):
 
 
 def run_again(episode, *arguments):
-    done = CliRunner().invoke(command, ["replay", str(episode), *arguments, "--json"])
-    assert done.exit_code in (0, 1), done.output
-    return done.exit_code, json.loads(done.stdout)
+    return reported("agent", "replay", episode, *arguments)
 
 
 @pytest.mark.parametrize("style", ["concat", "individual"])
@@ -172,6 +169,6 @@ def test_requests_that_run_together_may_come_in_another_order(record, agents, sc
 
 def test_code_runs_only_if_it_is_named(record, agents, scripted_engine):
     folder = record(f"{agents}:Agent", scripted_engine(CALLS, "done"), DATA)
-    done = CliRunner().invoke(command, ["replay", f"{folder}#3"])
+    done = invoke("agent", "replay", f"{folder}#3")
     assert done.exit_code == 2
     assert "its code runs only if you name it: areal-debug agent replay" in " ".join(done.output.split())

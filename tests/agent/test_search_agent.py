@@ -5,15 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from areal_core.agent.agents import load_agent
 from areal_core.rollout.episodes import assemble
-from areal_debug.verbs.agent import command
 from benchmarks import search_agent as benchmark
 from recorder import RecordingOptions, RecordWriter, open_record
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, send_step
+from tests.command_line import invoke
 
 pytest.importorskip("bm25s", reason="the extra `search` is not installed")
 ROOT = Path(__file__).parents[2]
@@ -51,11 +50,9 @@ def test_a_changed_corpus_is_the_first_difference_of_a_replay(episode, scripted_
     changed = tmp_path / "corpus.jsonl"
     original = (ROOT / "examples/search/corpus.jsonl").read_text()
     changed.write_text(original.replace("river of Orvik is the Anwel", "river of Orvik is the Lumo"))
-    again = CliRunner().invoke(command, ["replay", f"{record}#0/4/0", AGENT])
+    again = invoke("agent", "replay", f"{record}#0/4/0", AGENT)
     assert (again.exit_code, again.output.split(":")[0]) == (0, "as recorded")
-    done = CliRunner().invoke(
-        command, ["replay", f"{record}#0/4/0", AGENT, "--arg", f"corpus={changed}", "-q"]
-    )
+    done = invoke("agent", "replay", f"{record}#0/4/0", AGENT, "--arg", f"corpus={changed}", "-q")
     assert done.exit_code == 1
     assert done.output == (
         "different: in step 0, prompt 4, sample 0, call 1: "
@@ -71,5 +68,5 @@ def test_the_agent_learns_to_search_and_its_record_replays(tmp_path):
     record = open_record(tmp_path / "record")
     calls = [call for one in record.step(record.steps[-1]).calls(0) for call in one.calls]
     assert any(message["role"] == "tool" for call in calls for message in call.messages)
-    done = CliRunner().invoke(command, ["replay", f"{tmp_path}/record#{record.steps[-1]}", AGENT])
+    done = invoke("agent", "replay", f"{tmp_path}/record#{record.steps[-1]}", AGENT)
     assert done.exit_code == 0, done.output

@@ -4,13 +4,12 @@ import filecmp
 import itertools
 import json
 import zipfile
+from functools import partial
 
 import numpy as np
 import pytest
 import zarr
-from click.testing import CliRunner
 
-from areal_debug.cli import main
 from recorder import (
     DamagedRecord,
     NotARecord,
@@ -26,6 +25,7 @@ from recorder import (
 from recorder.archive.extract import extract_record
 from recorder.archive.pack import archive_record
 from recorder.testing import write_scripted_record
+from tests.command_line import printed
 
 URLS = itertools.count()
 
@@ -169,11 +169,7 @@ def test_an_archive_replaces_nothing_unless_requested_and_then_only_an_archive(s
 
 
 def test_the_verbs_archive_list_and_extract(source, tmp_path):
-    def run(*arguments, code=0):
-        done = CliRunner().invoke(main, ["record", *map(str, arguments)])
-        assert done.exit_code == code, done.output
-        return done.output
-
+    run = partial(printed, "record")
     assert "3 steps" in run("archive", source, "--to", tmp_path / "a.zip")
     facts = json.loads(run("archive", source, "--to", f"memory://b{next(URLS)}/c", "--json"))
     assert facts["num_steps"] == 3

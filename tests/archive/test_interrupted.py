@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.cli import main
 from recorder import DamagedRecord, RecordError, commit_anchor, open_record, verify
 from recorder.archive.array_streams import ArrayStream
 from recorder.archive.extract import extract_record
 from recorder.archive.pack import archive_record
 from recorder.testing import write_scripted_record
+from tests.command_line import invoke
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -100,7 +99,7 @@ def test_an_interrupted_archive_continues(source, tmp_path, monkeypatch, name, d
     assert [path.name for path in left] == ["0", "1"]
     if damaged:
         left[0].write_bytes(left[0].read_bytes()[: 1 << 20])
-    done = CliRunner().invoke(main, ["record", "archive", str(source), "--to", str(tmp_path / name)])
+    done = invoke("record", "archive", source, "--to", tmp_path / name)
     assert done.exit_code == 0, done.output
     assert f"continued: {1 if damaged else 2} shards" in done.stderr
     if name == "a.zarr":

@@ -15,14 +15,14 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def record(model, tmp_path_factory) -> Path:
-    """Two steps without a fault."""
-    return write_record(tmp_path_factory.mktemp("clean") / "record", model, num_steps=2)
+    """Two steps without a fault, of 24 rows each."""
+    return write_record(tmp_path_factory.mktemp("clean") / "record", model, num_steps=2, num_rows=24)
 
 
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory) -> Path:
-    """24 prompts of 10 tokens."""
+    """12 prompts of 10 tokens."""
     file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    rows = [{"input_ids": [5 + (7 * row + 3 * i) % 95 for i in range(10)]} for row in range(24)]
+    rows = [{"input_ids": [5 + (7 * row + 3 * i) % 95 for i in range(10)]} for row in range(12)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file

@@ -7,20 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from click.testing import CliRunner
 
 from areal_core.testing import make_tiny_tokenizer
-from areal_debug.verbs.consistency import command
 from consistency.score import scorer_of
 from consistency.tokens import Sequences
 from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, send_step
 from recorder.writer import RecordWriter
+from tests.command_line import invoke
 
 from .faulty_engine import FaultyEngine, sample_rows
 from .models import peaked_model
 
-NUM_ROWS, PROMPT_LENGTH = 24, 10
+NUM_ROWS, PROMPT_LENGTH = 12, 10
 
 
 def save_model(folder: Path, seed: int) -> Path:
@@ -31,7 +30,7 @@ def save_model(folder: Path, seed: int) -> Path:
 
 
 def judged(*arguments) -> tuple[int, dict]:
-    done = CliRunner().invoke(command, [*map(str, arguments), "--json"])
+    done = invoke("consistency", *arguments, "--json")
     return done.exit_code, json.loads(done.stdout) if done.exit_code != 2 else done.stderr
 
 
@@ -57,6 +56,7 @@ def write_record(
     model: Path,
     seed: int = 0,
     num_steps: int = 1,
+    num_rows: int = NUM_ROWS,
     updated: bool = False,
     change: Callable[[dict[str, np.ndarray]], None] = lambda batch: None,
     **transforms,
@@ -79,7 +79,7 @@ def write_record(
     write_header(folder, header)
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(step)
-        prompts = torch.randint(5, 100, (NUM_ROWS, PROMPT_LENGTH), generator=generator)
+        prompts = torch.randint(5, 100, (num_rows, PROMPT_LENGTH), generator=generator)
         engine = FaultyEngine(scorer, noise=0.005, **transforms)
         batch = padded_batch(sample_rows(engine, prompts, 50, seed=step), step * updated)
         change(batch)

@@ -66,7 +66,9 @@ def computed_with(variant_of, folder, seed=0):
     return rows
 
 
-@pytest.mark.parametrize("name", ["gate and up exchanged", "experts routed by a sigmoid"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("gate and up exchanged", marks=pytest.mark.long), "experts routed by a sigmoid"]
+)
 def test_experts_that_are_computed_otherwise_are_named(name, tmp_path):
     make_tiny_tokenizer().save_pretrained(tmp_path)
     folder = make_tiny_family(tmp_path, "qwen3_moe", vocab_size=105, eos_token_id=1, mlp_only_layers=[])
@@ -74,7 +76,9 @@ def test_experts_that_are_computed_otherwise_are_named(name, tmp_path):
     assert name in diagnosis(rows, folder).causes[0].name
 
 
-@pytest.mark.parametrize("seed", [0, 8])  # at 8 experts near a tie move more than published noise
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.long), 8]
+)  # at 8 experts near a tie move more than published noise
 def test_a_copy_of_the_weights_in_bfloat16_is_no_fault_of_an_engine_that_declares_it(folder, seed):
     def copied(model):
         return Variant("", "", [(p, lambda old: old.bfloat16().float()) for p in model.parameters()])

@@ -11,7 +11,7 @@ from consistency.check import check
 from consistency.source import Sampling, read_record
 from recorder import open_record
 
-ROWS, LENGTH, PROMPT = 24, 14, 3
+ROWS, LENGTH, PROMPT = 12, 14, 3
 SAMPLING = Sampling(1.0, 1.0, None, False, "float32", "bfloat16")
 
 

@@ -31,7 +31,7 @@ def test_healthy_engine_is_healthy_over_every_api(api, software, scorer, model, 
         code, found = judged("--engine", url, "--model", model, "--prompts", prompts, *SHORT)
     assert (code, found["verdict"], [cause["id"] for cause in found["causes"]]) == (0, "healthy", ["R35"])
     assert found["engines"] == [f"{software} with faulty"]
-    assert found["num_tokens"] == 24 * 24
+    assert found["num_tokens"] == 12 * 24
     assert 0 < found["rescoring"]["engine_repeat"] < 0.01
     assert found["rescoring"]["model_repeat"] == 0
 

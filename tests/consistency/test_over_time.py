@@ -1,13 +1,10 @@
 """`areal-debug consistency --over-time`: what moves the gap between engine and trainer."""
 
-import json
-
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from areal_debug import Recorder
-from areal_debug.cli import main
+from tests.command_line import reported
 
 STEPS = 24
 
@@ -36,8 +33,7 @@ def write(folder, gap, ages=(0,), has_reference=True):
                 row |= {"old_logprobs": trainer, "versions": step - age, "reward": 0.0, "group": n}
                 rows.append(row | ({"ref_logprobs": reference} if has_reference else {}))
             recorder.step(step, rows)
-    done = CliRunner().invoke(main, ["consistency", str(folder), "--over-time", "--json"])
-    return done.exit_code, json.loads(done.stdout)
+    return reported("consistency", folder, "--over-time")
 
 
 @pytest.mark.parametrize(

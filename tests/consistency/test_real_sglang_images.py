@@ -6,18 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from areal_core.data.images import data_url
 from areal_core.data.processor import load_processor
 from areal_core.rollout.types import Sampling
 from areal_core.testing.tiny_vision import make_tiny_vision_model
-from areal_debug.verbs.consistency import command
 from consistency.case import Request
 from consistency.check import check
 from consistency.live import Prompt, make_rescorer, query_engines, sampled_of, vocabulary_of
 from consistency.score import load_scorer
 from consistency.transforms import select_rows
+from tests.command_line import invoke
 
 from .test_planted_images import picture as planted_picture
 
@@ -117,6 +116,6 @@ def test_verb_reads_prompts_with_images(model, address, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--engine", address, "--model", str(model), "--prompts", str(prompts), "--json"]
-    done = CliRunner().invoke(command, [*options, "--max-new-tokens", "24"])
+    done = invoke("consistency", *options, "--max-new-tokens", "24")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["verdict"] == "healthy"

@@ -25,10 +25,12 @@ def areal_debug():
 
 @pytest.fixture(scope="session")
 def train(areal_debug, tiny_model, tmp_path_factory):
-    """Train the tiny run: `train("--dump-rollout", folder, "seed=2")`."""
+    """Train the tiny run: `train("--dump-rollout", folder, "seed=2")`, with its files in `to`."""
 
-    def call(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        files = tmp_path_factory.mktemp("run")
+    def call(
+        *arguments: object, to: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        files = to or tmp_path_factory.mktemp("run")
         paths = (f"cluster.fileroot={files}", f"actor.path={tiny_model}")
         return areal_debug("train", SCRIPT, "--config", CONFIG, *paths, *arguments, **environment)
 

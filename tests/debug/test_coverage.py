@@ -4,10 +4,9 @@ import json
 import random
 
 import pytest
-from click.testing import CliRunner
 
 from areal_debug import Recorder
-from areal_debug.cli import main
+from tests.command_line import reported
 
 NUM_ROWS, BATCH = 160, 5
 
@@ -31,8 +30,7 @@ def coverage(folder, order, *, period=NUM_ROWS, config=None, sizes=None):
                 for _ in range((sizes or {}).get(n, 2))
             ]
             recorder.step(step, samples)
-    done = CliRunner().invoke(main, ["record", "coverage", str(folder / "record"), str(data), "--json"])
-    return done.exit_code, json.loads(done.stdout)
+    return reported("record", "coverage", folder / "record", data)
 
 
 @pytest.mark.parametrize("period", [NUM_ROWS, 40, 16])

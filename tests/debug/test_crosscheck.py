@@ -96,7 +96,9 @@ def test_what_is_unknown_is_not_checked(tmp_path, changed, reason):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("crosscheck") / "model", hidden_size=16, num_heads=2)
+    return make_tiny_model(
+        tmp_path_factory.mktemp("crosscheck") / "model", hidden_size=16, num_layers=1, num_heads=2
+    )
 
 
 def write_trained(folder, model, reported, since=0):

@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_demo_trains_records_and_replays_to_the_same_bits(areal_debug, tmp_path):
-    done = areal_debug("demo", "--output", tmp_path / "demo", "--steps", 8)
+    done = areal_debug("demo", "--output", tmp_path / "demo", "--steps", 6)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Bit-identical: 8 of 8 steps" in done.stdout
-    assert re.search(r"reward 0\.\d\d [▁▂▃▄▅▆▇█]{8} 0\.\d\d", done.stdout)
-    assert open_record(tmp_path / "demo" / "record").steps == tuple(range(8))
+    assert "Bit-identical: 6 of 6 steps" in done.stdout
+    assert re.search(r"reward 0\.\d\d [▁▂▃▄▅▆▇█]{6} 0\.\d\d", done.stdout)
+    assert open_record(tmp_path / "demo" / "record").steps == tuple(range(6))
     (stats,) = (tmp_path / "demo").glob("runs/logs/*/demo/grpo/stats.jsonl")
     rewards = [line["ppo_actor/task_reward/avg"] for line in read_stats(stats)]
     # SFT leaves it right sometimes, and GRPO improves on that.

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from areal_core import RemoteEngine
 from areal_core.config import GRPOConfig, load_expr_config
@@ -21,7 +20,7 @@ from areal_core.servers.server import Server, call
 from areal_core.testing import make_tiny_model
 from areal_core.testing.embedded_server import EmbeddedServer
 from areal_debug.trace.read import read_run
-from areal_debug.verbs.train import command
+from tests.command_line import invoke
 
 HERE = Path(__file__).parent
 ROWS = [{"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} for n in range(3)]
@@ -59,7 +58,7 @@ def test_servers_that_cannot_be_used_are_refused_before_a_rank_starts(
     given = [f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "allocation_mode=fsdp:d1"]
     given += [option.format(other=other) for option in options]
     script = [str(HERE / "train_tiny.py"), "--config", str(HERE / "tiny.yaml")]
-    done = CliRunner().invoke(command, [*script, *given])
+    done = invoke("train", *script, *given)
     assert done.exit_code == 2
     assert sentence in done.output + capfd.readouterr().err
     assert not list(tmp_path.glob("logs/**/trainer.log"))

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from areal_core.launch.server_process import free_port
 from areal_core.testing import make_tiny_model
-from areal_debug.cli import main
+from tests.command_line import invoke
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides.md").read_text()
 FILES = {
@@ -129,7 +128,7 @@ def test_a_quick_recipe_prints_what_its_comment_says(folder, monkeypatch, comman
     make_tiny_model(folder / "model")  # as the page does before
     monkeypatch.chdir(folder)
     monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "127.0.0.1:30000")  # the page has exported it
-    done = CliRunner().invoke(main, shlex.split(command)[1:], catch_exceptions=False)
+    done = invoke(*shlex.split(command)[1:])
     assert done.exit_code == (1 if "hang" in command.split() else 0), done.output
     assert re.search(comment.replace(" ", r"\s+"), done.output), done.output
     assert ".py:0" not in done.output  # an excerpt has no line numbers

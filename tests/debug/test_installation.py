@@ -78,7 +78,7 @@ def record(tmp_path_factory):
     return folder
 
 
-def test_what_reads_and_diagnoses_needs_no_extra(record, tmp_path):
+def test_what_reads_and_diagnoses_needs_no_extra_and_other_verbs_name_theirs(record, tmp_path):
     (tmp_path / "stats.jsonl").write_text("".join(f'{{"step": {i}, "loss": 1.0}}\n' for i in range(30)))
     (tmp_path / "rank_0.txt").write_text('Thread 1 (active): "MainThread"\n    all_reduce (a.py:1)\n')
     wanted = [
@@ -87,22 +87,7 @@ def test_what_reads_and_diagnoses_needs_no_extra(record, tmp_path):
         ("open", record, "--output", "page.html"), ("info", "options"), ("doctor", "stats.jsonl"),
         ("hang", "diagnose", "rank_0.txt"),
     ]  # fmt: skip
-    done = without_extras(tmp_path, *wanted)
-    assert [code for code, _, _ in done] == [0] * 7 + [1, 2]
-    assert "".join(errors for _, _, errors in done[1:-1]) == ""
-    assert "Traceback" not in done[-1][2]
-    for number, words in (
-        (0, "10 steps"),
-        (2, "intact"),
-        (4, "all bit-identical"),
-        (8, "straggler_or_not_hung"),
-    ):
-        assert words in done[number][1]
-    assert "<html" in (tmp_path / "page.html").read_text()
-
-
-def test_a_verb_names_the_extra_that_it_needs(record, tmp_path):
-    commands = {
+    of_extras = {
         "train": [
             ["crosscheck", record], ["demo", "-q", "-o", "not-made"], ["replay", record], ["consistency", record],
             ["eval", "gsm8k_grpo", "--baseline", "-q"], ["serve", "--model", "m", "--backend", "embedded"],
@@ -113,9 +98,16 @@ def test_a_verb_names_the_extra_that_it_needs(record, tmp_path):
         ],
         "query": [["query", record, "select 1"]],
     }  # fmt: skip
-    wanted = [(extra, command) for extra, of in commands.items() for command in of]
-    done = without_extras(tmp_path, *(command for _, command in wanted))
-    for (extra, command), (code, _, errors) in zip(wanted, done, strict=True):
+    needing = [(extra, command) for extra, of in of_extras.items() for command in of]
+    every = without_extras(tmp_path, *wanted, *(command for _, command in needing))
+    done = every[: len(wanted)]
+    assert [code for code, _, _ in done] == [0] * 7 + [1, 2]
+    assert "".join(errors for _, _, errors in done[1:-1]) == ""
+    assert "Traceback" not in done[-1][2]
+    says = {0: "10 steps", 2: "intact", 4: "all bit-identical", 8: "straggler_or_not_hung"}
+    assert [words for number, words in says.items() if words not in done[number][1]] == []
+    assert "<html" in (tmp_path / "page.html").read_text()
+    for (extra, command), (code, _, errors) in zip(needing, every[len(wanted) :], strict=True):
         assert code == 2, command
         assert re.fullmatch(
             rf"Error: this needs the package \w+, which is not installed: pip install 'areal-debug\[{extra}\]'",

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from areal_debug.mcp.replies import MOST_BYTES
 from areal_debug.mcp.tools import TOOLS
 from recorder.testing import SCRIPTED_HEADER
 
+from ..forks import ADDRESS, COMMAND, worker_command
 from ..info.test_skills import STACK
 from ..replayer.test_diff import record as write_full_record
 from .test_attacks import AREAL_DEBUG
@@ -29,18 +30,17 @@ COUNT_FOREVER = (
 )
 
 
-@asynccontextmanager
-async def connected(root: Path, *options: str):
-    """A client of a server that runs as an editor would start it."""
-    command, *words = [*AREAL_DEBUG, "mcp", "--root", str(root), *options]
-    parameters = StdioServerParameters(command=command, args=words, env={"OMP_NUM_THREADS": "1"})
-    async with Client(stdio_client(parameters)) as client:
-        yield client
+IN_FORK = [*worker_command().split(), COMMAND]
 
 
-def talk(root: Path, script: Callable[[Client], Awaitable[None]], *options: str) -> None:
+def talk(root: Path, script: Callable[[Client], Awaitable[None]], *options: str, program=AREAL_DEBUG) -> None:
+    """Let a client ask a server that runs as an editor would start it, or in a fork."""
+
     async def run() -> None:
-        async with connected(root, *options) as client:
+        command, *words = [*program, "mcp", "--root", str(root), *options]
+        environment = {"OMP_NUM_THREADS": "1", ADDRESS: os.environ[ADDRESS]}
+        parameters = StdioServerParameters(command=command, args=words, env=environment)
+        async with Client(stdio_client(parameters)) as client:
             await script(client)
 
     anyio.run(run)
@@ -124,7 +124,7 @@ def test_each_question_has_a_verdict_and_calls_that_lead_on(root):
         found = await client.read_resource("areal-debug://records/A")
         assert json.loads(found.contents[0].text)["record"] == "A"
 
-    talk(root, script)
+    talk(root, script, program=IN_FORK)
 
 
 def test_text_of_files_is_data_and_paths_stay_below_the_roots(root, tmp_path):
@@ -168,7 +168,7 @@ def test_text_of_files_is_data_and_paths_stay_below_the_roots(root, tmp_path):
             with pytest.raises(MCPError):
                 await client.read_resource(uri)
 
-    talk(root, script)
+    talk(root, script, program=IN_FORK)
 
 
 def children_in(folder: Path, command: bytes = b"mcp.in_child") -> list[int]:

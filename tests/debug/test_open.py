@@ -15,16 +15,15 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
-from click.testing import CliRunner
 
 from areal_core.telemetry.trace import TRAINER_TRACK, Trace
 from areal_debug import Recorder
-from areal_debug.cli import main
 from areal_debug.doctor.rows import NOWHERE, worst_place
 from areal_debug.open.find import find
 from areal_debug.open.served import Workbench, make_server
 from recorder import open_record
 from recorder.testing import write_scripted_record
+from tests.command_line import invoke
 
 STACKS = """Ranks 0-2:
 Thread 1 (idle): "MainThread"
@@ -86,7 +85,7 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def workbench(run, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pages") / "workbench"
-    done = CliRunner().invoke(main, ["open", str(run), "-o", str(folder), "--json"])
+    done = invoke("open", run, "-o", folder, "--json")
     assert done.exit_code == 0, done.output
     (folder.parent / "found.json").write_text(done.stdout)
     return folder
@@ -232,16 +231,16 @@ def test_the_most_extreme_row_or_token_of_a_metric_is_found(tmp_path):
 
 def test_sample_of_the_package_shows_a_hang_and_a_collapsed_policy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = CliRunner().invoke(main, ["hang", "--sample", "--json"])
+    asked = invoke("hang", "--sample", "--json")
     assert (asked.exit_code, json.loads(asked.stdout)["label"]) == (1, "collective_mismatch")
-    asked = CliRunner().invoke(main, ["open", "--sample", "--json"])
+    asked = invoke("open", "--sample", "--json")
     found = {one["kind"]: one["verdict"] for one in json.loads(asked.stdout)["found"]}
     assert found == {"record": "complete", "metrics": "problem", "hang": "hung"}
-    assert CliRunner().invoke(main, ["doctor", "areal-debug-sample/record"]).exit_code == 1
-    assert CliRunner().invoke(main, ["record", "verify", "areal-debug-sample/record"]).exit_code == 0
-    page = CliRunner().invoke(main, ["open", "--sample", "-o", "page.html"])
+    assert invoke("doctor", "areal-debug-sample/record").exit_code == 1
+    assert invoke("record", "verify", "areal-debug-sample/record").exit_code == 0
+    page = invoke("open", "--sample", "-o", "page.html")
     assert (page.exit_code, Path("page.html").is_file()) == (0, True)
-    hidden = CliRunner().invoke(main, ["open", "--sav", "x"])  # of --save, which help does not list
+    hidden = invoke("open", "--sav", "x")  # of --save, which help does not list
     assert (hidden.exit_code, "--save" in hidden.stderr) == (2, False)
-    both = CliRunner().invoke(main, ["open", "areal-debug-sample", "--sample"])
+    both = invoke("open", "areal-debug-sample", "--sample")
     assert (both.exit_code, "or --sample" in both.stderr) == (2, True)

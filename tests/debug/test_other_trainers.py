@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from transformers import AutoTokenizer
 
 from areal_core.testing import make_tiny_model
 from areal_debug import Recorder
-from areal_debug.cli import VERBS, main
+from areal_debug.cli import VERBS
 from areal_debug.verbs.record import command as record_group
 from recorder import RecordError, open_record
 from replayer.diff import diff_records
@@ -20,6 +19,7 @@ from replayer.preconditions import check_values
 from replayer.request import replay_config
 from replayer.source import recorded_batch
 from replayer.why.chain import Options, explain
+from tests.command_line import invoke
 
 CONFIG = Path(__file__).parent / "tiny.yaml"
 REWARDS = Path(__file__).parent / "rewards.py"
@@ -106,9 +106,8 @@ def record(make, tmp_path_factory):
 
 
 def run(*arguments):
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stdout + done.stderr
+    done = invoke(*arguments)
+    return done.exit_code, done.output
 
 
 def verbs_on(record: Path, model: Path, out: Path) -> dict[str, tuple[list, int]]:
@@ -274,7 +273,7 @@ def test_our_trainer_trains_on_the_batches_with_a_config(areal_debug, make, mode
 def test_a_record_without_a_step_is_not_called_intact(tmp_path):
     with pytest.raises(RecordError), Recorder(tmp_path / "r", config={}, trainer="mine") as recorder:
         recorder.step(0, [{"prompt_tokens": [1]}])
-    done = CliRunner().invoke(main, ["record", "verify", str(tmp_path / "r")])
+    done = invoke("record", "verify", tmp_path / "r")
     assert (done.exit_code, "holds no step" in done.stdout) == (2, True)
 
 

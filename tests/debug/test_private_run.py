@@ -23,15 +23,11 @@ def modes_below(folder: Path) -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def run(areal_debug, tiny_model, tmp_path_factory):
-    here = Path(__file__).parent
+def run(train, tmp_path_factory):
     folder = tmp_path_factory.mktemp("private")
-    done = areal_debug(
-        *("train", here / "train_tiny.py", "--config", here / "tiny.yaml", "--dump-rollout", folder / "record"),
-        *(f"cluster.fileroot={folder}/files", f"actor.path={tiny_model}", "saver.freq_steps=1", "recover.mode=auto"),
-        *("recover.freq_steps=1", "perf_tracer={enabled: true}", "total_train_steps=2", *GIVEN),
-        HF_TOKEN=TOKEN,
-    )  # fmt: skip
+    saves = ("saver.freq_steps=1", "recover.mode=auto", "recover.freq_steps=1", "perf_tracer={enabled: true}")
+    options = ("--dump-rollout", folder / "record", "total_train_steps=2", *saves, *GIVEN)
+    done = train(*options, to=folder / "files", HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -67,20 +63,9 @@ def test_what_verbs_write_is_private_too(areal_debug, run, tmp_path):
 
 
 @pytest.mark.long
-def test_the_group_reads_a_run_that_is_group_readable(areal_debug, tiny_model, tmp_path):
-    here = Path(__file__).parent
-    done = areal_debug(
-        *(
-            "train",
-            here / "train_tiny.py",
-            "--config",
-            here / "tiny.yaml",
-            "--dump-rollout",
-            tmp_path / "record",
-        ),
-        *(f"cluster.fileroot={tmp_path}/files", f"actor.path={tiny_model}", "total_train_steps=1"),
-        "debug.group_readable=true",
-    )
+def test_the_group_reads_a_run_that_is_group_readable(train, tmp_path):
+    options = ("--dump-rollout", tmp_path / "record", "total_train_steps=1", "debug.group_readable=true")
+    done = train(*options, to=tmp_path / "files")
     assert done.returncode == 0, done.stdout + done.stderr
     (logs,) = tmp_path.glob("files/logs/*/tiny/test")
     found = {
@@ -89,12 +74,8 @@ def test_the_group_reads_a_run_that_is_group_readable(areal_debug, tiny_model, t
     assert {name: modes for name, modes in found.items() if not modes <= {0o640, 0o750}} == {}
 
 
-def test_an_error_does_not_show_the_password_of_a_url(areal_debug, tiny_model, tmp_path):
-    here = Path(__file__).parent
-    done = areal_debug(
-        *("train", here / "train_tiny.py", "--config", here / "tiny.yaml", f"cluster.fileroot={tmp_path}"),
-        f"actor.path=https://me:{PASSWORD}@models.example/m",
-    )
+def test_an_error_does_not_show_the_password_of_a_url(train):
+    done = train(f"actor.path=https://me:{PASSWORD}@models.example/m")
     assert done.returncode == 2
     assert "https://***@models.example/m" in done.stdout + done.stderr
     assert PASSWORD not in done.stdout + done.stderr

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import recorder
 import replayer
 
+from ..forks import COMMAND, run_forked
 from .test_guides import blocks
 
 ROOT = Path(__file__).parents[2]
@@ -29,19 +31,15 @@ FACADES = ("areal_debug", *(f"areal_debug.{verb}" for verb in ("record", "replay
 
 
 def test_the_page_is_followed_to_the_letter(tmp_path):
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     seen = set()
     for before, kind, text in blocks(PAGE):
         if kind == "python":
             (tmp_path / re.findall(r"`(\w+\.py)`", before)[-1]).write_text(text)
             continue
         for command in text.splitlines():
-            done = subprocess.run(
-                command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
-            )
+            program, *words = shlex.split(command)
+            done = run_forked([*{"areal-debug": [COMMAND]}.get(program, []), *words], environment, tmp_path)
             assert (done.returncode, done.stderr) == (0, ""), command
             (words,) = [words for words in PRINTED if command.startswith(words)]
             assert PRINTED[words] in done.stdout

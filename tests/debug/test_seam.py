@@ -6,11 +6,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 from areal_debug import Recorder
-from areal_debug.cli import main
 from areal_debug.resume.seam import line_of
+from tests.command_line import invoke, printed, reported
 
 STEPS, BREAK = 24, 12
 
@@ -63,10 +62,8 @@ def write(first_half, tmp_path):
 
 
 def seam(*arguments):
-    done = CliRunner().invoke(main, ["record", "seam", *map(str, arguments), "--json"])
-    assert done.exit_code in (0, 1, 2), done.output
-    document = json.loads(done.stdout)
-    return done.exit_code, {state["id"]: state for state in document["states"]}
+    code, document = reported("record", "seam", *arguments)
+    return code, {state["id"]: state for state in document["states"]}
 
 
 @pytest.mark.parametrize(
@@ -128,13 +125,11 @@ def test_one_log_is_cut_where_it_paused_or_as_given(tmp_path):
         "continues",
     )
     log.write_text(lines(0))
-    done = CliRunner().invoke(main, ["record", "seam", str(log)])
-    assert done.exit_code == 2
-    assert "does not show where it resumed: give the step with --at" in done.stderr
+    said = printed("record", "seam", log, code=2)
+    assert "does not show where it resumed: give the step with --at" in said
     assert seam(log, "--at", 12)[1]["reference"]["state"] == "changed"
-    done = CliRunner().invoke(main, ["record", "seam", str(log), "--at", "99"])
-    assert done.exit_code == 2
-    assert "has steps 0 to 23: give one between" in done.stderr
+    said = printed("record", "seam", log, "--at", "99", code=2)
+    assert "has steps 0 to 23: give one between" in said
 
 
 def write_log(file, steps, **columns):
@@ -179,7 +174,7 @@ def test_a_log_every_ten_steps_continues_between_two_lines(tmp_path):
 def test_several_pauses_are_asked_about_and_a_trainer_log_decides(tmp_path):
     clock = {"kl": lambda s: 0.1, "_timestamp": lambda s: 10 * s + 600 * (s // 10)}
     write_log(tmp_path / "metrics.jsonl", range(40), **clock)
-    done = CliRunner().invoke(main, ["record", "seam", str(tmp_path)])
+    done = invoke("record", "seam", tmp_path)
     assert (done.exit_code, "paused before steps 10, 20, 30" in done.stderr) == (2, True)
     (tmp_path / "trainer.log").write_text("continuing at step 25 from checkpoints/step-000025\n")
     assert seam(tmp_path)[1]["step"]["after"] == "first 25"
@@ -234,7 +229,7 @@ def test_an_option_that_differs_is_listed_beside_the_states(tmp_path):
         {"gconfig": {"temperature": 0.6}, "output_dir": "b"},
     ]
     write_two(tmp_path, *configs)
-    done = CliRunner().invoke(main, ["record", "seam", str(tmp_path / "a"), str(tmp_path / "b")])
+    done = invoke("record", "seam", tmp_path / "a", tmp_path / "b")
     assert "between step 5 and step 6, but options differ: 1" in done.output
     assert "gconfig.temperature 1.0 -> 0.6" in done.output
     assert "output_dir" not in done.output

@@ -6,12 +6,12 @@ import socket
 import urllib.request
 
 import pytest
-from click.testing import CliRunner
 
 from areal_core.servers.discovery import FolderNames, discovered_servers, register_server
 from areal_debug.serve.facts import parse_facts, worth_checking
 from areal_debug.serve.state import ServerState, write_state
 from areal_debug.verbs.serve import command
+from tests.command_line import invoke
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         places = {"folder": folder, "model": tiny_model, "port": taken.getsockname()[1]}
         filled = [argument.format(**places) for argument in arguments]
-        done = CliRunner().invoke(command, ["--backend", "embedded", *filled])
+        done = invoke("serve", "--backend", "embedded", *filled)
     assert done.exit_code == 2
     assert sentence in done.output
     assert not list(tmp_path.glob("state/**/*.log"))

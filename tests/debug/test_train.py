@@ -12,14 +12,13 @@ from areal_core.telemetry.loggers import read_stats
 HERE = Path(__file__).parent
 
 
-def test_a_run_leaves_checkpoints_statistics_and_tensorboard_behind(areal_debug, tiny_model, tmp_path):
-    done = areal_debug(
-        *("train", HERE / "train_tiny.py", "--config", HERE / "tiny.yaml"),
-        *(f"cluster.fileroot={tmp_path}", f"actor.path={tiny_model}", "saver.freq_steps=2"),
-        *("actor.kl_ctl=0.05", f"ref.path={tiny_model}", "ref.dtype=float32"),
+def test_a_run_leaves_checkpoints_statistics_and_tensorboard_behind(train, tiny_model, tmp_path):
+    done = train(
+        *("saver.freq_steps=2", "actor.kl_ctl=0.05", f"ref.path={tiny_model}", "ref.dtype=float32"),
         f"stats_logger.tensorboard.path={tmp_path}/tensorboard",
         "allocation_mode=embedded|fsdp:d2",
         "stats_logger.wandb.wandb_api_key=secret",
+        to=tmp_path,
         OBSERVE_ON_RANK="1",
     )
     assert done.returncode == 0, done.stdout + done.stderr

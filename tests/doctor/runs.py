@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from click.testing import CliRunner
 
-from areal_debug.cli import main
+from tests.command_line import invoke, reported
 
 STEPS = 200
 OURS = {
@@ -82,13 +81,12 @@ def write_stats(folder: Path, metrics: dict[str, np.ndarray], names: dict[str, s
 
 def diagnosed(path: Path, *options: str) -> tuple[int, Any]:
     """Return the exit code and the JSON report of the verb."""
-    done = CliRunner().invoke(main, ["doctor", str(path), "--json", *options])
-    return done.exit_code, json.loads(done.stdout)
+    return reported("doctor", path, *options)
 
 
 def said(path: Path) -> str:
     """Return what the verb prints."""
-    return CliRunner().invoke(main, ["doctor", str(path)]).stdout
+    return invoke("doctor", path).stdout
 
 
 def ramp(begin: float, end: float, start: float = 0.5, steps: int = STEPS) -> np.ndarray:

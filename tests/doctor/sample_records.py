@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_debug import Recorder
 
-STEPS, PROMPTS, SAMPLES = 12, 12, 4
+STEPS, PROMPTS, SAMPLES = 12, 8, 4
 END, USER = "<|end|>", "<|user|>"
 WORDS = [
     "we", "look", "at", "the", "sum", "then", "add", "both", "values", "with", "care", "and", "write", "now",

@@ -5,12 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.cli import main
 from areal_debug.doctor.follow import Follower
 from areal_debug.doctor.hooks import Hooks, make_hooks, run_hooks
 from hangdoctor.watch.loop import lives
+from tests.command_line import invoke
 
 ALARM = {
     "id": "D17",
@@ -78,16 +77,16 @@ def test_the_verb_follows_until_nothing_is_logged_and_its_exit_code_is_the_verdi
     file = tmp_path / "log.jsonl"
     log_steps(file, range(20))
     follow = ["doctor", str(file), "--follow", "--every", "0.1", "--idle", "0.5"]
-    done = CliRunner().invoke(main, follow)
+    done = invoke(*follow)
     assert (done.exit_code, done.stdout) == (0, "")
     assert done.stderr == "followed 20 steps: healthy, 0 findings\n"
     log_steps(file, range(20, 30), float("nan"))
-    done = CliRunner().invoke(main, [*follow, "--json"])
+    done = invoke(*follow, "--json")
     alarms = [json.loads(line) for line in done.stdout.splitlines()]
     assert (done.exit_code, [alarm["id"] for alarm in alarms].count("D17")) == (1, 1)
-    done = CliRunner().invoke(main, follow)
+    done = invoke(*follow)
     assert "D17  gradients are not finite from step 20: " in done.stdout.replace("Gradients", "gradients")
-    done = CliRunner().invoke(main, ["doctor", str(tmp_path / "none"), "--follow", "--idle", "0.1"])
+    done = invoke("doctor", tmp_path / "none", "--follow", "--idle", "0.1")
     assert (done.exit_code, "no metrics could be read" in done.stderr) == (2, True)
 
 

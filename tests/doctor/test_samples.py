@@ -5,16 +5,15 @@ import shutil
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from transformers import AutoTokenizer
 
 from areal_core.testing import make_tiny_model
 from areal_debug import Recorder
-from areal_debug.cli import main
 from areal_debug.doctor.samples import read as reading
 from areal_debug.doctor.samples.sample_rules import examine_samples
 from recorder import open_record
 from recorder.reader import Damage
+from tests.command_line import invoke
 
 from .sample_records import STEPS, Episode, write_record
 
@@ -194,7 +193,7 @@ def test_the_verb_prints_and_writes_the_samples_with_hostile_text_escaped(tmp_pa
             ]
             recorder.step(step, rows)
     page = tmp_path / "page.html"
-    done = CliRunner().invoke(main, ["doctor", str(tmp_path / "r"), "-o", str(page)])
+    done = invoke("doctor", tmp_path / "r", "-o", page)
     assert done.exit_code == 1, done.output
     assert "S06  completions with several final answers are rewarded" in done.output
     assert "--step 0 --at 0.0  \\x1b]0;title" in done.output
@@ -202,7 +201,7 @@ def test_the_verb_prints_and_writes_the_samples_with_hostile_text_escaped(tmp_pa
     text = page.read_text()
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert" in text
-    found = json.loads(CliRunner().invoke(main, ["doctor", str(tmp_path / "r"), "--json"]).output)
+    found = json.loads(invoke("doctor", tmp_path / "r", "--json").output)
     alarm = next(alarm for alarm in found["alarms"] if alarm["id"] == "S06")
     assert len(alarm["samples"]) == 10
     assert alarm["look"] == f"areal-debug open {tmp_path / 'r'} --step 0 --at 0.0"

@@ -17,7 +17,7 @@ from recorder.testing import gatherers
 
 from .runs import diagnosed
 
-STEPS, END = 20, 9
+STEPS, FEW, END = 20, 8, 9
 
 
 def doctor(path):
@@ -25,11 +25,11 @@ def doctor(path):
     return {alarm["id"]: alarm for alarm in found["alarms"]}, found["checks"]
 
 
-def write(folder, config=None, metrics=None, change=None, model=None):
+def write(folder, config=None, metrics=None, change=None, model=None, steps=STEPS):
     """Write a run whose rows `change` may spoil: it gets a row and its number in the step."""
     rng = np.random.default_rng(1)
     with Recorder(folder, trainer="slime", config=config or {}, model=model) as recorder:
-        for step in range(STEPS):
+        for step in range(steps):
             rows = []
             for number in range(16):
                 size = int(rng.integers(6, 12))
@@ -114,13 +114,13 @@ def another_end(row, number, rows):
     ("change", "is_accused"), [(None, False), (cut_off, True), (stop_string, False), (another_end, False)]
 )
 def test_stop_without_an_end_token_is_a_contradiction(tmp_path, model, change, is_accused):
-    found, checks = doctor(write(tmp_path / "r", change=change, model=model))
+    found, checks = doctor(write(tmp_path / "r", change=change, model=model, steps=FEW))
     assert ("S12" in found) == is_accused
     assert "S12" not in checks["unobserved"]
 
 
 def test_without_a_model_the_end_tokens_are_unknown(tmp_path):
-    assert doctor(write(tmp_path / "r"))[1]["unobserved"]["S12"] == ["end_tokens"]
+    assert doctor(write(tmp_path / "r", steps=FEW))[1]["unobserved"]["S12"] == ["end_tokens"]
 
 
 def test_copies_in_a_group_are_named(tmp_path):
@@ -128,14 +128,14 @@ def test_copies_in_a_group_are_named(tmp_path):
         if number % 4 == 3:
             row |= {name: rows[-1][name] for name in ("completion_tokens", "logprobs")}
 
-    assert "S13" in doctor(write(tmp_path / "copies", change=copy))[0]
-    assert "S13" not in doctor(write(tmp_path / "sound"))[0]
+    assert "S13" in doctor(write(tmp_path / "copies", change=copy, steps=FEW))[0]
+    assert "S13" not in doctor(write(tmp_path / "sound", steps=FEW))[0]
 
     def greedy(row, number, rows):
         copy(row, number, rows)
         row["logprobs"] = [-0.01] * len(row["logprobs"])
 
-    assert "S13" not in doctor(write(tmp_path / "greedy", change=greedy))[0]
+    assert "S13" not in doctor(write(tmp_path / "greedy", change=greedy, steps=FEW))[0]
 
 
 @pytest.mark.parametrize("column", ["reward", "old_logprobs"])
@@ -145,7 +145,9 @@ def test_a_value_of_a_row_that_is_not_finite_is_named_with_its_place(tmp_path, c
         if row["versions"] == 3 and number == 5:
             row["reward"], row["old_logprobs"][1] = (np.nan, -1.0) if column == "reward" else (1.0, -np.inf)
 
-    found, _ = doctor(write(tmp_path / "r", metrics={"train/loss": lambda step: 0.1}, change=broken))
+    found, _ = doctor(
+        write(tmp_path / "r", metrics={"train/loss": lambda step: 0.1}, change=broken, steps=FEW)
+    )
     assert found["D18"]["title"] == "rewards or log-probs of rows are not finite"
     assert found["D18"]["onset"] == 3
     assert " --step 3 --at 13.1" in found["D18"]["look"]
@@ -196,7 +198,7 @@ def doubled(row, number, rows):
     ],
 )
 def test_masks_groups_and_begin_tokens(tmp_path, model, change, says):
-    found, _ = doctor(write(tmp_path / "r", change=change, model=model))
+    found, _ = doctor(write(tmp_path / "r", change=change, model=model, steps=FEW))
     assert {id: found[id]["title"] for id in ("S07", "S14", "S15") if id in found} == says
 
 

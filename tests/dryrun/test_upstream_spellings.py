@@ -1,13 +1,11 @@
 """Plans of config files in upstream's spelling: translated, reported, and otherwise equal."""
 
-import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from areal_debug.train.script_options import options_of_script
-from areal_debug.verbs.train import command
+from tests.command_line import reported
 
 UPSTREAM = Path(__file__).parent / "upstream"
 SFT = "load_expr_config(sys.argv, SFTConfig)"
@@ -36,8 +34,7 @@ def plan(tmp_path, monkeypatch):
     def call(file: str, script: str, *overrides: str):
         path = tmp_path / "train.py"
         path.write_text(script)
-        done = CliRunner().invoke(command, [str(path), "--config", str(UPSTREAM / file), "--dry-run", "--json", *overrides])  # fmt: skip
-        return done.exit_code, json.loads(done.stdout)
+        return reported("train", path, "--config", UPSTREAM / file, "--dry-run", *overrides)
 
     return call
 

@@ -7,12 +7,8 @@ after
 loading and at the time of saving.
 """
 
-import json
-import sys
 import threading
 from pathlib import Path
-
-import torch
 
 from areal_core.engine.checkpoint.background_save import BackgroundSave
 from areal_core.engine.checkpoint.distributed import (
@@ -21,12 +17,12 @@ from areal_core.engine.checkpoint.distributed import (
     take_snapshot,
     write_snapshot,
 )
-from areal_core.engine.ranks import join_ranks, leave_ranks
+from areal_core.engine.ranks import join_ranks
 from tests.engine import steps_program as program
 
 
-def main(model: str, checkpoint: str, folder: Path) -> None:
-    ranks = join_ranks("cpu")
+def main(model: str, checkpoint: str, to: str) -> object:
+    folder, ranks = Path(to), join_ranks("cpu")
     engines = {name: program.make_engine(ranks, model, 100) for name in ("actor", "critic")}
     state = load_checkpoint(checkpoint, engines)
     loaded = {name: engine.checksums() for name, engine in engines.items()}
@@ -46,11 +42,4 @@ def main(model: str, checkpoint: str, folder: Path) -> None:
     may_write.set()
     writing.wait()
     ranks.barrier()
-    if ranks.rank == 0:
-        print(json.dumps({"loaded": loaded, "saved": saved}))
-    leave_ranks()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    return {"loaded": loaded, "saved": saved}

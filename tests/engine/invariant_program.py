@@ -4,14 +4,11 @@ Arguments: folder of a model, number of sequence-parallel ranks. Prints on rank 
 every row, as hexadecimal floats.
 """
 
-import json
-import sys
-
 import torch
 
 from areal_core.config import TrainEngineConfig
 from areal_core.engine.parity import batch_of, require_parity
-from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.trainer.build import shard_engine
 
 LENGTHS = (150, 2, 40, 9, 33, 64)
@@ -33,9 +30,5 @@ def score(path: str, ranks: Ranks) -> list[list[str]]:
     return [gathered[row] for row in range(len(rows))]
 
 
-if __name__ == "__main__":
-    joined = join_ranks("cpu", sequence_parallel=int(sys.argv[2]))
-    logprobs = score(sys.argv[1], joined)
-    if joined.rank == 0:
-        print(json.dumps(logprobs))
-    leave_ranks()
+def main(path: str, sequence_parallel: str) -> object:
+    return score(path, join_ranks("cpu", sequence_parallel=int(sequence_parallel)))

@@ -4,15 +4,12 @@ Arguments: model folder, folder to save the adapter in. It trains twice: with th
 rank, and by rank 0 for all.
 """
 
-import json
-import sys
-
 import torch
 
 from areal_core.config.train_engine import FSDPEngineConfig, OptimizerConfig, TrainEngineConfig
 from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.trainer.build import build_engine
 from tests.engine.steps_program import rows, train_step
 
@@ -31,15 +28,9 @@ def train(ranks: Ranks, model: str, **changes: object) -> tuple[FSDPEngine, list
     return engine, [train_step(engine, batch) for _ in range(3)]
 
 
-def main(model: str, folder: str) -> None:
+def main(model: str, folder: str) -> object:
     ranks = join_ranks("cpu")
     engine, steps = train(ranks, model, gradient_checkpointing=True)
     save_hf(folder, engine)
     _, from_rank_0 = train(ranks, model, fsdp=FSDPEngineConfig(memory_efficient_load=True))
-    if ranks.rank == 0:
-        print(json.dumps({"steps": steps, "from_rank_0": from_rank_0}))
-    leave_ranks()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return {"steps": steps, "from_rank_0": from_rank_0}

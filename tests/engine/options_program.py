@@ -7,15 +7,13 @@ loading is measured ("" for none).
 import copy
 import ctypes
 import gc
-import json
-import sys
 from pathlib import Path
 
 import torch
 
 from areal_core.config import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.trainer.build import build_engine, shard_engine
 from tests.engine import steps_program as steps
 
@@ -83,8 +81,7 @@ def memory_mib(name: str) -> float:
     return int(lines[name].split()[0]) / 1024
 
 
-def main(model: str, larger: str) -> None:
-    torch.set_num_threads(1)
+def main(model: str, larger: str) -> object:
     ranks = join_ranks("cpu")
     found: dict[str, object] = {name: train(ranks, model, changes) for name, changes in SAME_BITS.items()}
     if larger:
@@ -92,10 +89,4 @@ def main(model: str, larger: str) -> None:
             name: rise_of_peak_mib(ranks, larger, {"fsdp.memory_efficient_load": value})
             for name, value in {"rank 0 reads": True, "every rank reads": False}.items()
         }
-    if ranks.rank == 0:
-        print(json.dumps(found))
-    leave_ranks()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    return found

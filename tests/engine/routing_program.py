@@ -4,8 +4,6 @@ Arguments: model folder, file of a batch, and "sequence", "tensor" or "data". Pr
 of gradients. Also what test_routing.py uses in its own process.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import torch
@@ -15,7 +13,7 @@ from areal_core.algorithm.alignment import to_next_token
 from areal_core.data.batch import Batch, select_rows
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
-from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.routers import Routers
 from areal_core.engine.sharding import shard_model
 from areal_core.testing import step_with_gradients
@@ -49,7 +47,7 @@ def logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits
 
 
-def main(folder: str, file: str, split: str) -> None:
+def main(folder: str, file: str, split: str) -> object:
     sizes = {} if split == "data" else {f"{split}_parallel": 2}
     ranks = join_ranks("cpu", **sizes)
     batch: Batch = torch.load(file, weights_only=True)
@@ -57,13 +55,4 @@ def main(folder: str, file: str, split: str) -> None:
     result, gradients = step_with_gradients(
         make_engine(ranks, folder), to_next_token(select_rows(batch, rows))
     )
-    if ranks.rank == 0:
-        print(
-            json.dumps({"loss": result.loss, "gradients": {n: float(g.norm()) for n, g in gradients.items()}})
-        )
-    leave_ranks()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(*sys.argv[1:])
+    return {"loss": result.loss, "gradients": {n: float(g.norm()) for n, g in gradients.items()}}

@@ -5,8 +5,6 @@ For a test that compares with one rank. Arguments: a folder with models called g
 gradients. Prints the loss of each case on rank 0 and on the other ranks.
 """
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from areal_core.algorithm.losses import dpo_loss, policy_loss, reward_model_loss
 from areal_core.data.batch import Batch
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
-from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.scores import load_score_model
 from areal_core.testing import step_with_gradients
 from tests.engine import steps_program as steps
@@ -96,21 +94,14 @@ def take_step(ranks: Ranks, folder: Path, case: str) -> tuple[float, dict[str, T
     return result.loss, gradients
 
 
-def main(folder: Path, sequence_parallel: int, output: Path) -> None:
-    ranks = join_ranks("cpu", sequence_parallel=sequence_parallel)
+def main(folder: str, sequence_parallel: str, output: str) -> object:
+    ranks = join_ranks("cpu", sequence_parallel=int(sequence_parallel))
     losses, repeats = {}, {}
     for case in CASES:
-        loss, gradients = take_step(ranks, folder, case)
-        again = take_step(ranks, folder, case)
+        loss, gradients = take_step(ranks, Path(folder), case)
+        again = take_step(ranks, Path(folder), case)
         repeats[case] = loss == again[0] and all(torch.equal(g, again[1][n]) for n, g in gradients.items())
         losses[case] = ranks.gather_objects(loss)
         if ranks.rank == 0:
-            save_file(gradients, output / f"{case}.safetensors")
-    if ranks.rank == 0:
-        print(json.dumps({"losses": losses, "repeats": repeats}))
-    leave_ranks()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+            save_file(gradients, Path(output) / f"{case}.safetensors")
+    return {"losses": losses, "repeats": repeats}

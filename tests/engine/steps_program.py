@@ -4,8 +4,6 @@ Arguments: model folder, tokens per micro-batch, checkpoint folder to write afte
 ("" for none).
 """
 
-import json
-import sys
 from collections.abc import Callable
 
 import torch
@@ -15,7 +13,7 @@ from areal_core.engine.checkpoint.distributed import load_checkpoint, save_check
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.model import load_model
 from areal_core.engine.optimizer import build_optimizer, build_schedule
-from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.routers import Routers
 from areal_core.engine.sharding import shard_model
 
@@ -74,24 +72,17 @@ def train_step(engine: FSDPEngine, batch: dict[str, torch.Tensor]) -> dict:
     }
 
 
-def main(model: str, max_tokens: int, checkpoint: str) -> None:
+def main(model: str, max_tokens: str, checkpoint: str) -> object:
     ranks = join_ranks("cpu")
-    engine = make_engine(ranks, model, max_tokens)
+    engine = make_engine(ranks, model, int(max_tokens))
     batch = rows(ranks.rank, ranks.world_size)
     steps = [train_step(engine, batch)]
     if checkpoint:
         save_checkpoint(checkpoint, {"actor": engine}, {"steps_done": 1})
     steps += [train_step(engine, batch) for _ in range(2)]
     if checkpoint:
-        again = make_engine(ranks, model, max_tokens)
+        again = make_engine(ranks, model, int(max_tokens))
         state = load_checkpoint(checkpoint, {"actor": again})
         resumed = [train_step(again, batch) for _ in range(2)]
         steps = {"straight": steps, "state": state, "resumed": resumed}
-    if ranks.rank == 0:
-        print(json.dumps(steps))
-    leave_ranks()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    return steps

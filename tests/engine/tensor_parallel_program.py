@@ -5,8 +5,6 @@ of the checkpoint. Writes the gradients of each model into its folder, a checkpo
 Hugging Face folder `hf` next to `one`. Prints the other results.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import torch
@@ -18,7 +16,7 @@ from areal_core.engine.checkpoint.hf_folder import save_hf
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.logits import LogitMap
 from areal_core.engine.logprobs import ChunkedLogprobs, VocabularyShard
-from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.engine.scores import load_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.testing import step_with_gradients
@@ -28,8 +26,8 @@ VOCABULARY, SHARD_SIZE = 23, 12
 MAX_TOKENS = 30
 
 
-def main(folder: Path, family: str) -> None:
-    ranks = join_ranks("cpu", tensor_parallel=2)
+def main(place: str, family: str) -> object:
+    folder, ranks = Path(place), join_ranks("cpu", tensor_parallel=2)
     group, part = ranks.tensor_mesh.get_group(), ranks.tensor_mesh.get_local_rank()
     seen = {
         "vocabulary": {
@@ -41,10 +39,7 @@ def main(folder: Path, family: str) -> None:
         "scores": score_step(ranks, folder / family),
         "checkpoints": checkpoints(ranks, folder, family),
     }
-    everywhere = ranks.gather_objects(seen)
-    if ranks.rank == 0:
-        print(json.dumps(everywhere))
-    leave_ranks()
+    return ranks.gather_objects(seen)
 
 
 def vocabulary_differences(
@@ -130,8 +125,3 @@ def checkpoints(ranks: Ranks, folder: Path, family: str) -> dict:
     save_checkpoint(folder / "two", {"actor": engine}, {})
     save_hf(folder / "hf", engine)
     return seen
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2])

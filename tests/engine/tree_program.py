@@ -5,15 +5,12 @@ and of tensor-parallel ranks, output file of rank 0 for the gradients. Prints th
 and the tokens that each rank computed.
 """
 
-import json
-import sys
-
 import torch
 from safetensors.torch import save_file
 
 from areal_core.data.batch import Batch
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.testing import step_with_gradients
 from tests.engine import steps_program as steps
 
@@ -58,8 +55,9 @@ def make_engine(ranks: Ranks, model: str, shares_prefixes: bool) -> FSDPEngine:
     return engine
 
 
-def main(model: str, sequence_parallel: int, tensor_parallel: int, output: str) -> None:
-    ranks = join_ranks("cpu", sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
+def main(model: str, sequence_parallel: str, tensor_parallel: str, output: str) -> object:
+    sizes = {"sequence_parallel": int(sequence_parallel), "tensor_parallel": int(tensor_parallel)}
+    ranks = join_ranks("cpu", **sizes)
     batch = rows(ranks.data_parallel_rank, ranks.data_parallel_size)
     engine = make_engine(ranks, model, True)
     scored = [column.tolist() for column in engine.score(batch)]
@@ -69,10 +67,4 @@ def main(model: str, sequence_parallel: int, tensor_parallel: int, output: str) 
     computed = ranks.gather_objects([micro.num_computed for micro in result.micro_batches])
     if ranks.rank == 0:
         save_file(gradients, output)
-        print(json.dumps({"loss": result.loss, "scored": scored, "repeats": repeats, "computed": computed}))
-    leave_ranks()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    return {"loss": result.loss, "scored": scored, "repeats": repeats, "computed": computed}

@@ -5,8 +5,6 @@ sequence-parallel ranks, output file of rank 0 for the gradients, and whether th
 Prints the loss, and the log-probs of this rank's rows.
 """
 
-import json
-import sys
 from io import BytesIO
 from typing import Any
 
@@ -18,7 +16,7 @@ from areal_core.config.train_engine import MicroBatchSpec, OptimizerConfig, Trai
 from areal_core.data.batch import Batch, pad_and_concat, select_rows
 from areal_core.data.processor import VisionProcessor
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.ranks import Ranks, join_ranks, leave_ranks
+from areal_core.engine.ranks import Ranks, join_ranks
 from areal_core.testing import step_with_gradients
 from areal_core.trainer.build import build_engine
 
@@ -79,8 +77,7 @@ def weight(part: Batch) -> torch.Tensor:
     return part["loss_mask"].sum()
 
 
-def main() -> None:
-    folder, sequence_parallel, output, freezes = sys.argv[1:]
+def main(folder: str, sequence_parallel: str, output: str, freezes: str) -> object:
     ranks = join_ranks("cpu", sequence_parallel=int(sequence_parallel))
     engine = make_engine(ranks, folder, freeze_vision_tower=freezes == "True")
     assert engine.processor is not None
@@ -89,10 +86,5 @@ def main() -> None:
     result, gradients = step_with_gradients(engine, batch)
     if ranks.rank == 0:
         save_file({name: tensor.contiguous() for name, tensor in gradients.items()}, output)
-        found = {"loss": result.loss, "logprobs": logprobs.tolist()}
-        print(json.dumps(found | {"num_micro_batches": len(result.micro_batches)}))
-    leave_ranks()
-
-
-if __name__ == "__main__":
-    main()
+    found = {"loss": result.loss, "logprobs": logprobs.tolist()}
+    return found | {"num_micro_batches": len(result.micro_batches)}

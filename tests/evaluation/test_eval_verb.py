@@ -5,11 +5,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from areal_core.testing import make_tiny_model
-from areal_debug.cli import main
 from recorder import open_record
+from tests.command_line import invoke
 from tests.forks import COMMAND, run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +40,7 @@ def areal_debug(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def refusal(*arguments: object) -> str:
     """Return the one line that is printed instead of an evaluation."""
-    done = CliRunner().invoke(main, ["eval", *map(str, arguments)])
+    done = invoke("eval", *arguments)
     assert done.exit_code == 2, done.output
     assert done.stdout == ""
     assert done.stderr.startswith("Error: ")
@@ -70,7 +69,7 @@ def test_a_training_script_evaluates_two_models_unchanged(config, tiny_model, tm
     record = open_record(report["record"])
     assert record.steps == (0, 1, 2)
     assert len(record.step(2).batch(0)["rewards"]) == 12
-    assert CliRunner().invoke(main, ["record", "verify", report["record"]]).exit_code == 0
+    assert invoke("record", "verify", report["record"]).exit_code == 0
     # the files of the training run stay as they are
     assert not (tmp_path / "record").exists()
     assert not (tmp_path / "tensorboard").exists()

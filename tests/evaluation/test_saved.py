@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.cli import main
+from tests.command_line import invoke
 from tests.evaluation.test_results import write_results
 
 RIGHT, WRONG = [1.0], [0.0]
@@ -13,7 +12,7 @@ RIGHT, WRONG = [1.0], [0.0]
 
 def compare(*arguments) -> tuple[int, str]:
     """Return the exit code and what is printed, in one line."""
-    done = CliRunner().invoke(main, ["eval", "--compare", *map(str, arguments)])
+    done = invoke("eval", "--compare", *arguments)
     return done.exit_code, " ".join(done.output.split())
 
 

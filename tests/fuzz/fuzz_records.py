@@ -6,9 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner
-
-from areal_debug.cli import main
 from recorder import open_record, verify
 from recorder.documents import checksum
 from recorder.errors import NotARecord, RecordError, RecordNotFound, UnknownFormat
@@ -17,6 +14,7 @@ from recorder.reader import Record, summarise_steps
 from recorder.step_files import commit_anchor
 from recorder.testing import write_scripted_record
 from recorder.writer import RecordingOptions
+from tests.command_line import invoke
 
 from .inputs import Case, Edit, Files, dump_sealed, load_sealed
 from .targets import Target, read_folder
@@ -156,9 +154,7 @@ def read_step(record: Record, step: int) -> None:
 
 def check_verb(*arguments: str) -> None:
     """Run a verb: an exit code and text, no traceback, nothing that a terminal obeys."""
-    done = CliRunner().invoke(main, list(arguments))
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
+    done = invoke(*arguments)
     assert done.exit_code in (0, 1, 2)
     assert not OBEYED.search(done.output), "the output has control codes"
 

@@ -254,7 +254,7 @@ def measure_memory(ranks: Ranks, device: str, model: str, options: Any) -> None:
         say(
             "memory of a step",
             "not measurable",
-            "--device cpu; tests/dryrun/test_measured_memory.py measures it there",
+            "--device cpu; tests/dryrun/test_dry_run_memory.py measures it there",
         )
         return
     given = [

@@ -10,12 +10,11 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
-from click.testing import CliRunner
 from pyarrow import parquet
 
-from areal_debug.cli import main
 from recorder import RecordError
 from recorder.trainers.unpickle import load_bytes
+from tests.command_line import printed
 
 from . import pickled
 
@@ -33,14 +32,13 @@ def pairs(depth: int) -> bytes:
 def refusal(source, format_name, folder):
     """Import in a verb; return the sentence, which must come in time and leave nothing."""
     started_at = time.monotonic()
-    arguments = ["record", "import", str(source), "--to", str(folder / "record")]
-    done = CliRunner().invoke(main, arguments + (["--from", format_name] if format_name else []))
-    assert done.exit_code == 2, done.output
+    chosen = ["--from", format_name] if format_name else []
+    text = printed("record", "import", source, "--to", folder / "record", *chosen, code=2)
     assert time.monotonic() - started_at < SECONDS
     assert not [name for name in os.listdir(folder) if "record" in name]
-    assert len(done.output.splitlines()) == 1, done.output
-    assert done.output.isprintable() or done.output[:-1].isprintable()
-    return done.output
+    assert len(text.splitlines()) == 1, text
+    assert text.isprintable() or text[:-1].isprintable()
+    return text
 
 
 @pytest.mark.parametrize("name", ["slime", "areal", "xtuner", "verl", "roll", "skyrl"])
@@ -157,10 +155,9 @@ def test_names_of_files_are_printed_without_escape_codes(tmp_path):
     folder = source / "\x1b]0;title\x07"
     folder.mkdir()
     (folder / "debug_rollout_3.pt").write_bytes(b"PK\x03\x04")
-    done = CliRunner().invoke(main, ["record", "import", str(source), "--to", str(tmp_path / "record")])
-    assert done.exit_code == 0
-    assert "debug_rollout_3.pt is cut off" in done.output
-    assert "\x1b" not in done.output
+    text = printed("record", "import", source, "--to", tmp_path / "record")
+    assert "debug_rollout_3.pt is cut off" in text
+    assert "\x1b" not in text
 
 
 def test_a_layout_of_prime_rl_that_lies_is_refused(tmp_path):

@@ -3,19 +3,19 @@
 import json
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
-from areal_debug.cli import main
 from recorder import open_record, verify
 from recorder.errors import ForeignFormat, StepNotRecorded
 from recorder.tables.formats import export_record
 from recorder.testing import write_scripted_record
 from recorder.trainers.importing import import_record
+from tests.command_line import invoke, printed
 
 from . import dataproto, lines, pickled
 from .known import KNOWN
@@ -144,14 +144,14 @@ def test_dumps_of_text_can_be_read_and_report_that_they_cannot_be_replayed(name,
     assert not record.step(0).known(0, "input_ids").any()
     assert record.step(0).batch(0)["prompt_id"].tolist() == [0, 0, 1, 1]
     assert verify(tmp_path / "record").intact
-    done = CliRunner().invoke(main, ["record", "show", str(tmp_path / "record"), "--sample", "1"])
+    done = invoke("record", "show", tmp_path / "record", "--sample", "1")
     assert "fg" in done.output
 
 
 def test_a_dump_of_text_is_redacted_without_a_tokenizer_into_a_folder_that_is_made(tmp_path):
     import_record(lines.write_verl_text(tmp_path), tmp_path / "record")
     words = ["record", "redact", tmp_path / "record", "--to", tmp_path / "new" / "copy", "--pattern", "fg"]
-    done = CliRunner().invoke(main, list(map(str, words)))
+    done = invoke(*words)
     assert (done.exit_code, done.stderr) == (0, "")
     assert "fg" not in open_record(tmp_path / "new" / "copy").step(0).text(0)[1]["completion"]
 
@@ -233,11 +233,7 @@ def test_a_file_that_contradicts_itself_is_reported_with_its_position(changes, w
 
 
 def test_the_verb_imports_reports_what_is_lost_and_reads_miles_as_slime(tmp_path):
-    def run(*arguments, code=0):
-        done = CliRunner().invoke(main, ["record", "import", *map(str, arguments)])
-        assert done.exit_code == code, done.output
-        return done.output
-
+    run = partial(printed, "record", "import")
     source = pickled.write_miles(tmp_path)
     message = run(source, "--from", "miles", "--to", tmp_path / "a")
     assert "1 steps of slime: 4 samples, 20 tokens" in message

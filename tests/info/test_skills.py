@@ -6,10 +6,8 @@ import runpy
 import shlex
 from pathlib import Path
 
-from click.testing import CliRunner
-
-from areal_debug.cli import main
 from areal_debug.skills import FOLDER, shipped_skills
+from tests.command_line import printed, run
 
 ROOT = Path(__file__).parents[2]
 NAMES = [
@@ -24,11 +22,6 @@ def commands_of(name: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for block in blocks for line in block.splitlines()]
 
 
-def run(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    return done.exit_code, done.stdout
-
-
 def test_a_skill_names_the_tools_that_answer_its_commands():
     generator = runpy.run_path(str(ROOT / "docs/skills.py"))
     shipped = {skill.name: skill.text for skill in shipped_skills()}
@@ -39,11 +32,11 @@ def test_a_skill_names_the_tools_that_answer_its_commands():
 
 
 def test_skills_are_listed_printed_and_copied(tmp_path):
-    code, out = run("info", "skills")
+    code, out, _ = run("info", "skills")
     assert (code, [line.split()[0] for line in out.splitlines()]) == (0, NAMES)
     assert run("info", "skills", "rl-run-hangs")[1] == (FOLDER / "rl-run-hangs/SKILL.md").read_text()
     target = tmp_path / ".claude/skills"
-    assert run("info", "skills", "--to", target) == (0, f"8 skills copied to {target}\n")
+    assert run("info", "skills", "--to", target)[:2] == (0, f"8 skills copied to {target}\n")
     copied = {file.relative_to(target): file.read_text() for file in target.rglob("*") if file.is_file()}
     assert copied == {Path(n, "SKILL.md"): (FOLDER / n / "SKILL.md").read_text() for n in NAMES}
     (target / "rl-run-hangs/SKILL.md").write_text("mine")
@@ -51,14 +44,13 @@ def test_skills_are_listed_printed_and_copied(tmp_path):
     assert (target / "rl-run-hangs/SKILL.md").read_text() == "mine"
     assert run("info", "skills", "rl-run-hangs", "--to", target, "--force")[0] == 0
     assert (target / "rl-run-hangs/SKILL.md").read_text() != "mine"
-    done = CliRunner().invoke(main, ["info", "skills", "no"])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("Error: there is no skill 'no': choose from rl-engine-and-trainer")
+    error = "Error: there is no skill 'no': choose from rl-engine-and-trainer"
+    assert printed("info", "skills", "no", code=2).startswith(error)
 
 
 def test_examples_are_copied_whole(tmp_path):
     target = tmp_path / "examples"
-    assert run("info", "examples", "--to", target) == (0, f"examples copied to {target}\n")
+    assert run("info", "examples", "--to", target)[:2] == (0, f"examples copied to {target}\n")
     names = {path.relative_to(ROOT / "examples") for path in (ROOT / "examples").rglob("*")}
     copied = {path.relative_to(target) for path in target.rglob("*")}
     assert copied == {name for name in names if not any(part.startswith("__") for part in name.parts)}
@@ -84,7 +76,7 @@ def test_the_skill_of_hangs_leads_from_saved_stacks_to_the_line_of_the_culprit(t
     commands = commands_of("rl-run-hangs")
     (diagnose,) = (words for words in commands if words[:2] == ["hang", "diagnose"])
     (explain,) = (words for words in commands if words[:2] == ["hang", "explain"])
-    code, out = run(*diagnose)
+    code, out, _ = run(*diagnose)
     found = json.loads(out)
     assert (code, found["label"], found["culprit_ranks"]) == (1, "collective_mismatch", [0])
     assert "train.py:12" in found["summary"]

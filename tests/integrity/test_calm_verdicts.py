@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from areal_debug import Recorder
-from areal_debug.cli import main
 from areal_debug.serve.state import this_keeper, write_state
 from recorder import Recording, RecordingOptions
 from recorder.testing import write_scripted_record
+from tests.command_line import invoke
 
 from ..consistency.records import save_model, write_record
 from ..debug import crosscheck_steps
@@ -440,7 +439,7 @@ def test_no_calm_answer_without_its_evidence(case, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.syspath_prepend(str(tmp_path))
     words = "hang diagnose" if case.verb == "hang" else case.verb
-    done = CliRunner().invoke(main, [*words.split(), *case.way(tmp_path).split()])
+    done = invoke(*words.split(), *case.way(tmp_path).split())
     if not isinstance(done.exception, SystemExit | None):
         raise done.exception
     assert done.exit_code in (1, 2), done.output

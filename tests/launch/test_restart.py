@@ -1,8 +1,9 @@
-"""Restarts of failed runs: when they happen, and that the final weights are unaffected."""
+"""Restarts of failed runs, and runs killed at random moments: the final weights are unaffected."""
 
 import json
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,3 +151,31 @@ def test_the_hook_runs_once_after_the_last_attempt_and_changes_no_exit_code(atte
     code, _ = attempts([1, 0], mode="fault", hook='echo run >> "$LOG_DIR/hook"; exit 3')
     assert (code, (tmp_path / "hook").read_text()) == (0, "run\n")
     assert "post_exit_hook: ended with exit code 3" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--method=grpo", "--ranks=2", "--victims=all", "--mode=async"),
+        ("--method=ppo", "--ranks=2", "--victims=one"),
+        ("--method=async", "--ranks=1", "--victims=all"),
+        ("--method=sft", "--ranks=1", "--victims=job", "--mode=async"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_every_killed_run_ends_with_the_same_bits(arguments):
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.kill_and_resume",
+        *arguments,
+        "--kills=2",
+        "--steps=12",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trials = json.loads(done.stdout)["trials"]
+    assert len(trials) == 2
+    assert all(trial["kills"] and trial["is_identical"] for trial in trials)

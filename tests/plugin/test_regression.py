@@ -1,13 +1,16 @@
-"""The training core, compared with ten recorded steps: a changed formula fails the comparison."""
+"""Recorded steps as a test: a changed formula fails it; and the CI job that users copy."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import yaml
 
 from areal_debug import regression
 from areal_debug.regression import RegressionError, Spec, check_spec
@@ -83,7 +86,7 @@ def break_formula(folder: Path, name: str) -> None:
     path.write_text(path.read_text().replace(formula, changed))
 
 
-@pytest.mark.long  # test_ci_example.py breaks one in each run
+@pytest.mark.long  # the CI job below breaks one in each run
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_changed_formula_fails_and_prints_how_to_reproduce_it(
     name, recorded_model, tmp_path, monkeypatch, ranks
@@ -157,3 +160,57 @@ def test_relative_paths_of_a_run_start_at_the_root_of_the_project(tmp_path, monk
     with pytest.raises(RegressionError, match="stopped"):
         regression.generate(spec)
     assert seen == {"train.py": tmp_path / "train.py"}  # its own folder of runs stays its own
+
+
+EXAMPLE = ROOT / "examples/ci"
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A repository with the copied files."""
+    (tmp_path / ".github/workflows").mkdir(parents=True)
+    shutil.copy(EXAMPLE / "training.yml", tmp_path / ".github/workflows")
+    shutil.copytree(EXAMPLE / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def run_job(project: Path, code: Path) -> tuple[list[str], int, str]:
+    """Run the job's commands, but for its installation, up to the first that fails."""
+    workflow = yaml.safe_load((project / ".github/workflows/training.yml").read_text())
+    job = workflow["jobs"]["replay"]
+    commands = [step["run"] for step in job["steps"] if "run" in step and step["name"] != "Install"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment |= job["env"] | {"PATH": path, "PYTHONPATH": str(code)}
+    output = ""
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-e", "-c", command],
+            cwd=project,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        output += done.stdout + done.stderr
+        if done.returncode:
+            break
+    return commands, done.returncode, output
+
+
+@pytest.mark.long
+def test_the_job_passes_and_leaves_nothing_in_the_repository(project):
+    commands, code, output = run_job(project, ROOT)
+    assert len(commands) == 2
+    assert code == 0, output
+    assert "4 steps of 1 record replayed" in output
+    left = subprocess.run(
+        ["git", "status", "--short", "--untracked-files=all"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    new = [line[3:] for line in left.splitlines() if not line[3:].startswith(("tests/", ".github/"))]
+    assert [name for name in new if not name.startswith(".pytest_cache/")] == ["replay.xml"]

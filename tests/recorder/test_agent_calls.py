@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.cli import main
 from areal_debug.view.pack import pack_json
 from areal_debug.view.page import Contents, FollowedRecord
 from recorder import DamagedRecord, open_record
@@ -19,6 +17,8 @@ from recorder.transcripts import Constructed, RecordedCall, Transcript, check_ca
 
 sys.path.insert(0, str(Path(__file__).parent))
 from agent_record import FAILURE, PICTURES, RESULTS, write_agent_record
+
+from tests.command_line import printed
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +30,6 @@ def records(tmp_path_factory):
         "failed": write_agent_record(root / "failed", results=("32 pixels", FAILURE)),
         "picture": write_agent_record(root / "picture", picture=PICTURES[1]),
     }
-
-
-def invoke(*words, code=0):
-    done = CliRunner().invoke(main, [str(word) for word in words])
-    assert done.exit_code == code, done.output
-    return done.output
 
 
 def call(turn, after, messages=(), answer=None):
@@ -146,7 +140,7 @@ def test_a_page_has_the_calls_and_counts_of_failures(records):
 
 
 def test_why_names_the_tool_whose_result_differs(records):
-    answer = json.loads(invoke("why", records["ok"], records["failed"], "--json", code=1))
+    answer = json.loads(printed("why", records["ok"], records["failed"], "--json", code=1))
     assert (answer["tensor"], answer["prompt"], answer["row"]) == ("tool result", 5, 1)
     assert answer["values"] == [
         "search({\"n\": 1}) returned 'a square'",

@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.cli import main
 from consistency.errors import NothingToCompare
 from consistency.source import read_record
 from recorder import RecordError, open_record, verify
@@ -19,6 +17,8 @@ from replayer.preconditions import check_values
 
 sys.path.insert(0, str(Path(__file__).parent))
 from agent_record import PICTURES, PROCESSOR, RESULTS, write_agent_record
+
+from tests.command_line import printed
 
 SECRET = "sk-abcdef0123456789abcdef0123"
 
@@ -36,9 +36,7 @@ def record(tmp_path_factory, model):
 
 
 def redact(record, to, *options, code=0):
-    done = CliRunner().invoke(main, ["record", "redact", str(record), "--to", str(to), *options])
-    assert done.exit_code == code, done.output
-    return done.output
+    return printed("record", "redact", record, "--to", to, *options, code=code)
 
 
 def every_text(step):

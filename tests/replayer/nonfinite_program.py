@@ -3,12 +3,9 @@
 Arguments: folder, model folder, allocation of the trainer, what is broken.
 """
 
-import json
 import math
-import sys
 from pathlib import Path
 
-import torch
 import yaml
 
 from areal_core.config import PPOConfig, RWConfig, SFTConfig, config_from_dict
@@ -48,7 +45,7 @@ def break_gradient(module, inputs, output):
         output.register_hook(lambda gradient: gradient.masked_fill(at, math.inf))
 
 
-def train_on_two_ranks(folder: str, model: str, allocation: str, broken: str) -> None:
+def main(folder: str, model: str, allocation: str, broken: str) -> object:
     tree = yaml.safe_load(TINY.read_text())
     tree |= {"cluster": {"fileroot": folder}, "allocation_mode": f"embedded|fsdp:{allocation}"}
     tree["actor"] |= {"path": model, "use_decoupled_loss": False}
@@ -67,9 +64,7 @@ def train_on_two_ranks(folder: str, model: str, allocation: str, broken: str) ->
             trainer.train()
         except NonFiniteError as error:
             message = str(error)
-        messages = trainer.ranks.gather_objects(message)
-        if trainer.ranks.rank == 0:
-            print(json.dumps(messages))
+        return trainer.ranks.gather_objects(message)
 
 
 HOOKS = {"log-prob": break_output, "gradient": break_gradient}
@@ -105,8 +100,3 @@ def train_supervised(folder: Path, model: Path, method: str) -> str:
         except NonFiniteError as error:
             return str(error)
     return ""
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    train_on_two_ranks(*sys.argv[1:])

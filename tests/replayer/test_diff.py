@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.cli import main
 from recorder import Recording, RecordingOptions, RecordWriter, open_record
 from recorder.difference import Difference
 from recorder.header import write_header
@@ -17,6 +15,7 @@ from replayer.check import HeaderComparison
 from replayer.commits.first_step import bisect_steps
 from replayer.compare.stages import StageDifference
 from replayer.diff import acts_from, diff_records, judge_difference, settle_stage
+from tests.command_line import invoke
 
 LENGTHS = [3, 8, 6, 4]
 UPDATE = {"loss": (0.5).hex(), "grad_norm": (1.5).hex(), "lr": (1e-6).hex()}
@@ -244,31 +243,27 @@ def test_the_first_step_with_other_weights_is_found_by_few_comparisons(tmp_path,
     assert found.num_read <= 5
 
 
-def run(*arguments):
-    return CliRunner().invoke(main, list(map(str, arguments)))
-
-
 def test_the_commands_report_it_in_words_and_as_json_and_end_with_the_code_of_diff(tmp_path):
     same, left = tmp_path / "same", tmp_path / "left"
     record(same)
     record(left)
     record(tmp_path / "right", change=diverge_at(1))
-    result = run("why", left, same, "--all")
+    result = invoke("why", left, same, "--all")
     assert result.exit_code == 0
     assert "Same: 3 steps compared, all bit-identical." in result.output
-    result = run("why", left, tmp_path / "right", "--all")
+    result = invoke("why", left, tmp_path / "right", "--all")
     assert result.exit_code == 1
     assert "the records diverge first in step 1, stage weights" in result.output
     assert "head, minibatch 0: 00000002 in A, 0000004e in B; 1 of 2 differ" in result.output
-    facts = json.loads(run("why", left, tmp_path / "right", "--all", "--json").output)
+    facts = json.loads(invoke("why", left, tmp_path / "right", "--all", "--json").output)
     assert (facts["same"], facts["step"], facts["stage"]) == (False, 1, "weights")
     assert facts["verdict"]["cause"] == "kernel noise"
-    result = run("why", left, tmp_path / "right", "--layers", "--no-replay")
+    result = invoke("why", left, tmp_path / "right", "--layers", "--no-replay")
     assert result.exit_code == 1
     assert "The weights differ after step 1; they were the same after step 0." in result.output
-    facts = json.loads(run("why", left, tmp_path / "right", "--layers", "--no-replay", "--json").output)
+    facts = json.loads(invoke("why", left, tmp_path / "right", "--layers", "--no-replay", "--json").output)
     assert (facts["step"], facts["last_same"], facts["diff"]["stage"]) == (1, 0, "weights")
-    assert run("why", left, same, "--layers", "--no-replay").exit_code == 0
+    assert invoke("why", left, same, "--layers", "--no-replay").exit_code == 0
 
 
 def test_runs_without_a_common_prompt_and_with_models_of_other_sizes_are_unrelated(tmp_path):
@@ -287,7 +282,7 @@ def test_runs_without_a_common_prompt_and_with_models_of_other_sizes_are_unrelat
     # other data for one model, and one set of prompts for two models, are experiments
     assert diff_records(left, record(tmp_path / "data", change=other, header=header(10))).unrelated is None
     assert diff_records(left, record(tmp_path / "model", header=header(9))).unrelated is None
-    result = CliRunner().invoke(main, ["why", left.path, smaller.path, "--all"])
+    result = invoke("why", left.path, smaller.path, "--all")
     assert "unrelated runs: no prompt of one is in the other" in result.output
 
 

@@ -159,7 +159,7 @@ def test_a_vote_of_other_processes_needs_a_divisor_of_the_ranks(sound):
 def on_ranks(torchrun, num_ranks, folder, model, flips, changes):
     path = {"debug.dump_rollout_data": True, "debug.path": str(folder / "record")}
     asked = {"folder": str(folder), "model": str(model), "flips": flips, "changes": path | changes}
-    return torchrun(Path(faulty_run.__file__), num_ranks, json.dumps(asked))
+    return torchrun(Path(__file__).with_name("faulty_program.py"), num_ranks, json.dumps(asked))
 
 
 @pytest.mark.long

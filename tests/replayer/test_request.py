@@ -1,12 +1,22 @@
-"""The options of a replay: what a record says is text, and never a place to write."""
+"""The options of a replay, and the trainer's batches in recorded rollouts."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from recorder import open_record
+from areal_core.data.batch import pad_and_concat, select_rows
+from areal_core.engine.determinism import rng_state
+from areal_core.rollout.source import RolloutSource
+from recorder import DamagedRecord, RecordWriter, commit_anchor, open_record
+from recorder.header import write_header
+from recorder.testing import SCRIPTED_HEADER, scripted_batch, write_scripted_record
+from replayer.errors import ReplayError
+from replayer.preconditions import check_steps_present
 from replayer.request import is_new_option_at_default, replay_config
+from replayer.source import RecordedRollouts, recorded_batch, redistribute
 
 RECORD = Path(__file__).parents[1] / "records" / "tiny_grpo.zip"
 
@@ -46,3 +56,91 @@ def test_an_option_younger_than_a_record_differs_from_it_only_by_another_value(
     option, value, recorded, expected
 ):
     assert is_new_option_at_default(option, value, recorded) is expected
+
+
+def as_tensors(batch):
+    return {key: torch.from_numpy(array) for key, array in batch.items()}
+
+
+def assert_same_bits(left, right):
+    assert set(left) == set(right)
+    for key in left:
+        assert left[key].dtype == right[key].dtype, key
+        assert left[key].shape == right[key].shape, key
+        assert left[key].numpy(force=True).tobytes() == right[key].numpy(force=True).tobytes(), key
+
+
+def record_batch(folder, batch):
+    writer = RecordWriter(folder)
+    folder.mkdir()
+    write_header(folder, SCRIPTED_HEADER)
+    writer("batch", step=0, version=0, batch=batch, rng=rng_state())
+    writer("step", step=0, version=1, plan={}, stats={}, checksums={})
+    return open_record(folder)
+
+
+def test_each_rank_gets_its_own_batch_of_each_step_bit_for_bit(tmp_path):
+    write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=3, num_ranks=2)
+    record = open_record(tmp_path / "record")
+    for rank in (0, 1):
+        source: RolloutSource = RecordedRollouts(record, rank, 2)
+        for step in (0, 1, 2, 1):
+            expected = as_tensors(scripted_batch([3, 8, 6, 4], seed=100 * step + rank))
+            assert_same_bits(source.next_batch(step, version=step), expected)
+
+
+def test_one_changed_bit_in_any_tensor_is_refused_by_file_and_name(tmp_path):
+    record = record_batch(tmp_path / "record", scripted_batch([3, 5]))
+    source = RecordedRollouts(record, 0, 1)
+    name = "batch-00000-of-00001.safetensors"
+    file = tmp_path / "record/steps/000000" / name
+    original, entry = file.read_bytes(), record.step(0).manifest.batches[name]
+    places = {tensor: place.offset for tensor, place in entry.tensors.items()} | {"(header)": 9}
+    for tensor, position in places.items():
+        changed = bytearray(original)
+        changed[position] ^= 16
+        file.write_bytes(changed)
+        with pytest.raises(DamagedRecord) as caught:
+            source.next_batch(0, 0)
+        assert (caught.value.file, caught.value.tensor) == (f"steps/000000/{name}", tensor)
+    assert len(places) == 10
+
+
+def test_another_number_of_ranks_gets_complete_groups_in_the_order_of_the_loader(tmp_path):
+    write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=1, num_ranks=1, num_rows=8)
+    record = open_record(tmp_path / "record")
+    all_rows = RecordedRollouts(record, 0, 1).next_batch(0, 0)
+    assert all_rows["prompt_id"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    for rank, rows in ((0, [0, 1, 6, 7]), (1, [2, 3]), (2, [4, 5])):
+        batch = RecordedRollouts(record, rank, 3).next_batch(0, 0)
+        assert_same_bits(batch, select_rows(all_rows, rows))
+
+
+def test_ranks_that_recorded_apart_are_joined_in_canonical_order(tmp_path):
+    write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=1, num_ranks=2)
+    recorded = open_record(tmp_path / "record").step(0)
+    left, right = (recorded_batch(recorded, rank) for rank in (0, 1))
+    right["prompt_id"] = right["prompt_id"] + 2
+    assert_same_bits(redistribute([right, left], 0, 1), pad_and_concat([left, right]))
+    assert redistribute([right, left], 1, 2)["prompt_id"].tolist() == [1, 1, 1003, 1003]
+
+
+def test_the_trainer_continues_with_its_random_numbers(tmp_path):
+    torch.manual_seed(5)
+    source = RecordedRollouts(record_batch(tmp_path / "record", scripted_batch([3, 5])), 0, 1)
+    drawn = torch.rand(3)
+    torch.manual_seed(6)
+    source.next_batch(0, 0)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_a_missing_step_on_the_way_is_reported_before_the_replay_starts(tmp_path):
+    write_scripted_record(tmp_path / "record", rng=rng_state(), num_steps=4)
+    shutil.rmtree(tmp_path / "record/steps/000001")
+    record = open_record(tmp_path / "record")
+    check_steps_present(record, 0, 0)
+    with pytest.raises(ReplayError, match=r"step 1 is not in .* replay to step 3 needs it.*available: none"):
+        check_steps_present(record, 2, 3)
+    (tmp_path / "record/anchors/000002").mkdir(parents=True)
+    commit_anchor(tmp_path / "record/anchors/000002", 2)
+    check_steps_present(open_record(tmp_path / "record"), 2, 3)

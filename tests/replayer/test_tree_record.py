@@ -1,8 +1,16 @@
-"""A recorded run that computed the samples of a prompt as a tree, and its replay to the bit."""
+"""Recorded runs with trees, an adapter, or given experts: what is recorded, and the replay to the bit."""
+
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
+from areal_core.engine.lora import trained_parameters
+from areal_core.testing import make_tiny_family
+from replayer.crosscheck.opinions import crosscheck
+from replayer.crosscheck.step_rows import from_json, read_rows, to_json
 from replayer.goto import goto
 
 MODEL = {"dtype": "float32", "mb_spec": {"max_tokens_per_mb": 64}, "enable_tree_training": True}
@@ -57,3 +65,79 @@ def test_the_run_replays_to_the_same_bits(tree_run, weights_of, step, anchor):
     report = goto(tree_run.path, step, look)
     assert seen == [(tree_run.weights[step], [True, True, True])]
     assert (report.anchor, report.faithful) == (anchor, True)
+
+
+ADAPTER = {"actor__use_lora": True, "actor__lora_rank": 4, "actor__kl_ctl": 0.1}
+
+
+@pytest.fixture(scope="module")
+def adapted_run(tmp_path_factory, tiny_model, record_run):
+    """Five steps with an anchor before step 3, against the base model."""
+    reference = {"ref": {"path": str(tiny_model), "dtype": "float32", "mb_spec": {"max_tokens_per_mb": 64}}}
+    folder = tmp_path_factory.mktemp("adapted")
+    return record_run(folder, tiny_model, 5, debug__anchor_every_steps=3, **ADAPTER, **reference)
+
+
+def test_a_step_has_the_checksum_of_each_tensor_of_the_adapter_and_of_nothing_else(adapted_run):
+    outcomes = [adapted_run.record.step(step).outcome(0).checksums for step in range(5)]
+    assert len(outcomes[0]) == 28
+    assert all(".lora_A." in name or ".lora_B." in name for name in outcomes[0])
+    for before, after in pairwise(outcomes):
+        assert all(before[name] != after[name] for name in before)
+
+
+@pytest.mark.parametrize(
+    ("step", "anchor", "replayed"), [pytest.param(2, None, 2, marks=pytest.mark.long), (4, 3, 1)]
+)
+def test_the_run_of_an_adapter_replays_to_the_same_bits(adapted_run, weights_of, step, anchor, replayed):
+    seen = []
+
+    def look(scene):
+        trainer = scene.trainer
+        seen.append(
+            (
+                weights_of(trainer),
+                type(trainer.reference).__name__,
+                len(trained_parameters(trainer.actor.model)),
+            )
+        )
+
+    report = goto(adapted_run.path, step, look)
+    assert seen == [(adapted_run.weights[step], "BaseReference", 28)]
+    assert (report.anchor, len(report.replayed), report.faithful) == (anchor, replayed, True)
+    assert report.num_parameters == 28
+
+
+TOP_K, NUM_EXPERTS, NUM_LAYERS = 2, 4, 2
+
+
+def add_experts(batch, step):
+    """Choose experts at random for all tokens but the last of a row, with weights that add to 1."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (*batch["input_ids"].shape, NUM_LAYERS)
+    chosen = torch.rand(*shape, NUM_EXPERTS, generator=generator).topk(TOP_K).indices
+    weights = torch.rand(*shape, TOP_K, generator=generator).softmax(-1)
+    packed = torch.cat([chosen.int(), weights.view(torch.int32)], -1)
+    packed[~batch["attention_mask"].bool()] = 0
+    packed[torch.arange(len(packed)), batch["attention_mask"].sum(1) - 1] = -1
+    return batch | {"routed_experts": packed}
+
+
+def test_a_run_with_given_experts_and_weights_replays_to_the_same_bits(record_run, weights_of, tmp_path):
+    options = {"vocab_size": 105, "mlp_only_layers": [], "num_experts": NUM_EXPERTS}
+    model = make_tiny_family(tmp_path / "model", "qwen3_moe", **options)
+    options = {"rollout__return_routed_experts": True, "rollout__return_routed_weights": True}
+    run = record_run(tmp_path / "run", model, 2, add_experts, **options)
+    assert run.record.step(1).batch(0)["routed_experts"].dtype == "int32"
+    other = record_run(tmp_path / "other", model, 2)
+    assert other.weights[1] != run.weights[1]
+    rows = from_json(to_json(read_rows(run.record, 0)))
+    (found,) = crosscheck(rows, ("float64",)).opinions
+    stages = {stage.stage: stage.verdict for stage in found.stages}
+    assert [stages[name] for name in ("loss", "gradient")] == ["equal", "equal"]
+    (found,) = crosscheck(replace(rows, experts=None), ("float64",)).opinions  # by the model's own experts
+    assert {stage.stage: stage.verdict for stage in found.stages}["loss"] == "differs"
+    seen = []
+    report = goto(run.path, 1, lambda scene: seen.append(weights_of(scene.trainer)))
+    assert seen == [run.weights[1]]
+    assert report.faithful

@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from areal_core.errors import ServerFailed
@@ -16,7 +15,7 @@ from areal_core.servers.pool import ServerPool
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import BroadcastUpdate
-from areal_debug.verbs.consistency import command as consistency
+from tests.command_line import invoke
 from tests.rollout import sampled
 from tests.rollout.sampled import generate, perturb
 
@@ -47,7 +46,7 @@ def test_the_consistency_verb_finds_no_difference(pool, tiny_model, tmp_path):
     options = ["--num-samples", "2", "--max-new-tokens", "32", "--json"]
     engine = pool.servers[0].address
     given = ["--engine", engine, "--model", str(tiny_model), "--prompts", str(prompts), *options]
-    done = CliRunner().invoke(consistency, given)
+    done = invoke("consistency", *given)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert (found["verdict"], found["num_sequences"]) == ("healthy", 32)

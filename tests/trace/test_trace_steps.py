@@ -3,12 +3,11 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
 from areal_core.telemetry.trace import TRAINER_TRACK, Trace
 from areal_debug.trace.read import read_run
 from areal_debug.trace.steps import report_on
-from areal_debug.verbs.trace import command
+from tests.command_line import invoke
 
 OPTIONS = {"batch_size": 2, "max_head_offpolicyness": 0, "max_concurrent_rollouts": 8, "max_new_tokens": 512}
 
@@ -114,20 +113,16 @@ def test_a_wait_for_rollouts_is_explained_by_what_episodes_did(tmp_path, episode
     assert change in finding.change
 
 
-def call(*arguments):
-    return CliRunner().invoke(command, [str(argument) for argument in arguments])
-
-
 def test_the_command_exits_with_1_and_reports_the_same_as_json_when_a_step_was_slow(tmp_path):
     run = ScriptedTrace(tmp_path / "trace")
     quick_steps(run, range(3))
     run.step(3, 40, rollout=9.0)
     run.trace.close()
-    done = call(tmp_path)
+    done = invoke("trace", tmp_path)
     assert done.exit_code == 1, done.output
     assert "Slow: step 3 took more than 2 times the median of 2 s" in done.output
-    facts = json.loads(call(tmp_path, "--json").stdout)
+    facts = json.loads(invoke("trace", tmp_path, "--json").stdout)
     assert facts["slow_steps"] == [3]
     assert facts["step"]["stages"]["rollout"] == pytest.approx(9.0)
     assert facts["finding"]["because"] == "the batch came from a source that is not traced"
-    assert call(tmp_path / "trace" / "trace.json", "--step", 1).exit_code == 1
+    assert invoke("trace", tmp_path / "trace" / "trace.json", "--step", 1).exit_code == 1

@@ -3,8 +3,6 @@
 Rank 0 prints the statistics of each step as JSON.
 """
 
-import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,14 +105,8 @@ def norms_of_weights(trainer: PPOTrainer) -> dict[str, float]:
     }
 
 
-def main(model: str, folder: str, *overrides: str) -> None:
+def main(model: str, folder: str, *overrides: str) -> object:
     measured: list[dict[str, float]] = []
     with build(Path(model), Path(folder), 3, *overrides, observers=[measure_into(measured)]) as trainer:
         trainer.train()
-        weights = norms_of_weights(trainer)
-        if trainer.ranks.rank == 0:
-            print(json.dumps({"steps": measured, "weights": weights}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        return {"steps": measured, "weights": norms_of_weights(trainer)}

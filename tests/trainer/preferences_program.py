@@ -4,7 +4,6 @@ Rank 0 prints the loss of each step and of the validation pairs as JSON.
 """
 
 import json
-import sys
 
 from areal_core.config import DPOConfig, RWConfig
 from areal_core.config.train_engine import OptimizerConfig
@@ -25,7 +24,7 @@ PAIRS = [
 ]
 
 
-def main(method: str, model: str, folder: str, sizes: str) -> None:
+def main(method: str, model: str, folder: str, sizes: str) -> object:
     config_class, trainer_class = METHODS[method]
     config = config_class(experiment_name="e", trial_name="t", device="cpu", allocation_mode=f"fsdp:{sizes}")
     config.cluster.fileroot = folder
@@ -36,11 +35,7 @@ def main(method: str, model: str, folder: str, sizes: str) -> None:
     # The last batch of nine validation pairs has one: the second rank has none of it.
     with trainer_class(config, PAIRS, PAIRS[:9]) as trainer:
         trainer.train()
-        if trainer.ranks.rank == 0:
-            steps = (run_folder(config, "logs") / "stats.jsonl").read_text().splitlines()
-            names = [f"{method}/loss/avg", f"eval-{method}/loss/avg"]
-            print(json.dumps([json.loads(step)[name] for step in steps for name in names]))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    steps = (run_folder(config, "logs") / "stats.jsonl").read_text().splitlines()
+    return [
+        json.loads(step)[name] for step in steps for name in (f"{method}/loss/avg", f"eval-{method}/loss/avg")
+    ]

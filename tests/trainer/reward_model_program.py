@@ -3,8 +3,6 @@
 Rank 0 prints the scores of the rows of the first step as JSON.
 """
 
-import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,14 +63,9 @@ def scores_by_name(batch: dict[str, Any]) -> dict[str, float]:
     return {f"{p}, {s}": score for (p, s), score in zip(names, batch[SCORE].tolist(), strict=True)}
 
 
-def main(model: str, scorer: str, folder: str, *overrides: str) -> None:
+def main(model: str, scorer: str, folder: str, *overrides: str) -> object:
     batches: list[dict[str, Any]] = []
     with build(Path(model), Path(scorer), Path(folder), *overrides, observers=[keep_batches(batches)]) as t:
         train(t)
         found = t.ranks.gather_objects(scores_by_name(batches[0]))
-        if t.ranks.rank == 0:
-            print(json.dumps({name: score for rank in found for name, score in rank.items()}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        return {name: score for rank in found for name, score in rank.items()}

@@ -5,11 +5,10 @@ from difflib import SequenceMatcher
 from itertools import pairwise
 
 import pytest
-from click.testing import CliRunner
 
 from areal_debug.record.decode import load_decoder
-from areal_debug.verbs.open import command
 from recorder import open_record
+from tests.command_line import printed
 
 TEXTS = "[...document.querySelectorAll({!r})].map(node => node.textContent)"
 
@@ -22,8 +21,7 @@ def folder(two, tmp_path_factory):
 
 
 def write(output, *arguments):
-    done = CliRunner().invoke(command, [str(one) for one in (*arguments, "-o", output)])
-    assert done.exit_code == 0, done.output
+    printed("open", *arguments, "-o", output)
     return f"file://{output}"
 
 

@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.verbs.open import command
 from areal_debug.view.data import TokenText, with_images_named
 from areal_debug.view.page import Contents, FollowedRecord, make_server
 from recorder.testing import in_step, scripted_batch, send_step, start_facts
 from recorder.writer import RecordWriter
+from tests.command_line import printed
 from tests.recorder.pictured import png, with_pictures
 
 SVG = (
@@ -63,8 +62,7 @@ def check_page(page):
 @pytest.mark.parametrize("name", ["page.html", "folder"])
 def test_a_page_of_files_shows_pictures_and_requests_nothing(page, record, tmp_path, name):
     options = ["--all-steps"] if name == "folder" else []
-    done = CliRunner().invoke(command, [str(record), "-o", str(tmp_path / name), *options])
-    assert done.exit_code == 0, done.output
+    printed("open", record, "-o", tmp_path / name, *options)
     file = tmp_path / name / "index.html" if options else tmp_path / name
     page.open(f"file://{file}")
     page.wait_for("document.body.dataset.ready")

@@ -6,13 +6,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from areal_core.safety.printable import UNPRINTABLE
 from areal_debug.record.decode import load_decoder
-from areal_debug.verbs.open import command
 from areal_debug.view.page import Contents, FollowedRecord, make_server
 from recorder import open_record
+from tests.command_line import printed
 
 from . import records
 from .records import begin_chats, chat_batch, send, write_chats
@@ -29,8 +28,7 @@ def url(chats, tmp_path_factory):
 
 
 def write_page(record, file, *options):
-    done = CliRunner().invoke(command, [str(record), "-o", str(file), *options])
-    assert done.exit_code == 0, done.output
+    printed("open", record, "-o", file, *options)
     return f"file://{file}"
 
 

@@ -7,7 +7,6 @@ import signal
 
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from areal_core.config import VLLMConfig
@@ -24,8 +23,8 @@ from areal_core.servers.vllm import VLLM
 from areal_core.servers.weight_update import BroadcastUpdate
 from areal_core.servers.wire import is_alive, weight_version
 from areal_core.testing import make_tiny_model
-from areal_debug.verbs.consistency import command as consistency
 from consistency.entry.conform import conform
+from tests.command_line import invoke
 from tests.rollout import sampled
 from tests.rollout.sampled import assert_sampled_by, generate, perturb
 
@@ -96,7 +95,7 @@ def test_the_server_is_judged_healthy_at_any_temperature(pool, model_path, tmp_p
     rows = [{"input_ids": [5 + (7 * row + 3 * i) % 95 for i in range(10)]} for row in range(8)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["--engine", pool.servers[0].address, "--model", model_path, "--prompts", prompts]
-    done = CliRunner().invoke(consistency, [*map(str, arguments), "--temperature", "0.6", "--json"])
+    done = invoke("consistency", *arguments, "--temperature", "0.6", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert (found["verdict"], found["causes"][0]["id"]) == ("healthy", "R35")

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from areal_debug import Recorder
-from areal_debug.cli import main
 from recorder import open_record
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, scripted_learning
 from replayer.why.chain import Options, explain
+from tests.command_line import invoke
 
 from ..replayer.test_diff import LENGTHS, record
 
@@ -349,7 +348,7 @@ def test_the_command_prints_the_sentence_first_and_writes_a_page_and_json(tmp_pa
         tmp_path / "right", header=header(gamma="<b>&"), change=lambda step, script: other_advantages(script)
     )
     arguments = ["why", str(tmp_path / "left"), str(tmp_path / "right"), "--no-replay"]
-    result = CliRunner().invoke(main, [*arguments, "--html", str(tmp_path / "why.html")])
+    result = invoke(*arguments, "--html", tmp_path / "why.html")
     assert result.exit_code == 1
     assert result.output.splitlines()[0].startswith(
         "Same weights, other numbers: advantages at token 3 of prompt 0, sample 1 differs first, in step 0"
@@ -358,5 +357,5 @@ def test_the_command_prints_the_sentence_first_and_writes_a_page_and_json(tmp_pa
     assert "differs first, in step 0, stage advantages" in page
     assert "<b>&" not in page
     assert "&lt;b&gt;&amp;" in page
-    result = CliRunner().invoke(main, [*arguments, "--json"])
+    result = invoke(*arguments, "--json")
     assert list(json.loads(result.stdout))[: len(KEYS)] == KEYS

@@ -5,16 +5,15 @@ import shutil
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from areal_core.data.images import data_url
 from areal_core.data.processor import load_processor
 from areal_core.engine.model import load_model
 from areal_core.testing.tiny_vision import make_tiny_vision_model
-from areal_debug.verbs.consistency import command
 from consistency.layers.judge import compare_layers, reference_of
 from consistency.layers.observed import Row, embedded, transformers
+from tests.command_line import invoke
 
 from ...recorder.pictured import png
 
@@ -117,7 +116,7 @@ def test_verb_reads_prompts_with_images_and_says_what_to_compare(model, tmp_path
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--model", str(model), "--prompts", str(prompts), "--layers", f"transformers={other}"]
-    done = CliRunner().invoke(command, options)
+    done = invoke("consistency", *options)
     assert done.exit_code == 1, done.output
     assert done.output.startswith("Mismatch: image processor in Transformers with")
     assert "compare preprocessor_config.json on both sides" in done.output

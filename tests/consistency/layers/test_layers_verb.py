@@ -4,10 +4,9 @@ import json
 import shutil
 
 import pytest
-from click.testing import CliRunner
 
 from areal_core.testing import make_tiny_model
-from areal_debug.verbs.consistency import command
+from tests.command_line import invoke
 
 from ..records import save_model, write_record
 
@@ -28,7 +27,7 @@ def folder(tmp_path_factory):
 
 def run(folder, *arguments):
     prompts = ["--prompts", str(folder / "prompts.jsonl"), "--model", str(folder / "model")]
-    done = CliRunner().invoke(command, [*prompts, *arguments])
+    done = invoke("consistency", *prompts, *arguments)
     return done.exit_code, done.output
 
 
@@ -43,9 +42,7 @@ def test_other_rope_base_is_named_with_layer_and_next_step(folder):
 def test_rows_of_a_record_are_run_through_the_engine(tmp_path):
     model = save_model(tmp_path / "model", seed=0)
     record = write_record(tmp_path / "record", model)
-    done = CliRunner().invoke(
-        command, [str(record), "--layers", "transformers", "--dtype", "float32", "--json"]
-    )
+    done = invoke("consistency", record, "--layers", "transformers", "--dtype", "float32", "--json")
     facts = json.loads(done.output)
     assert (done.exit_code, facts["verdict"], facts["num_rows"]) == (0, "healthy", 8)
     assert facts["num_tokens"] > 8 * 50

@@ -11,6 +11,7 @@ from hangdoctor.model import Frame
 from hangdoctor.parse.read import read_snapshot
 from hangdoctor.parse.stacks_json import parse_stacks_json
 from hangdoctor.parse.stacks_text import parse_stacks_text
+from tests.hangdoctor.analysis.written import frame, thread
 
 C10D = "torch/distributed/distributed_c10d.py"
 
@@ -50,18 +51,7 @@ def test_an_exception_in_a_log_is_no_stack_of_a_waiting_rank():
 
 
 def pyspy_json(pid: int, function: str, os_ids: list[int | None]) -> str:
-    frame = {
-        "name": function,
-        "filename": "/v/site-packages/torch/x.py",
-        "module": None,
-        "short_filename": "torch/x.py",
-        "line": 3,
-        "locals": None,
-    }
-    return json.dumps(
-        [{"pid": pid, "thread_id": 1, "thread_name": None, "os_thread_id": os_id, "active": False, "owns_gil": True,
-            "frames": [frame]} for os_id in os_ids]
-    )  # fmt: skip
+    return json.dumps([thread([frame(function)], pid, os_id, None, gil=True) for os_id in os_ids])
 
 
 @pytest.mark.parametrize("change", [("10", "x"), ('"pid": 10', '"pid": 10 7'), ("}]", "}"), ('"f"', '"f')])

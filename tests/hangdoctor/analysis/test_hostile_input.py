@@ -18,6 +18,7 @@ from hangdoctor.errors import HangInputError
 from hangdoctor.parse.assemble import Reading, finish
 from hangdoctor.parse.members import members_of
 from hangdoctor.parse.read import read_snapshot, take
+from tests.hangdoctor.analysis.written import collection, entry, flight_recorder, frame, process, thread
 
 STACK = 'Process 1: x\n\nThread 1 (idle): "MainThread"\n    f (x.py:3)\n'
 CASES = Path(__file__).parent / "cases"
@@ -31,56 +32,13 @@ POISON = [
 
 def seeds() -> list[tuple[str, bytes]]:
     """One file of each format, by the name under which it would lie in a collection."""
-    frame = {
-        "name": "f",
-        "filename": "/v/site-packages/torch/x.py",
-        "short_filename": "torch/x.py",
-        "module": None,
-        "line": 3,
-        "locals": None,
-    }
-    thread = {
-        "pid": 1,
-        "thread_id": 2,
-        "thread_name": "MainThread",
-        "os_thread_id": 1,
-        "active": True,
-        "owns_gil": False,
-        "frames": [frame] * 3,
-    }
-    entry = {
-        "pg_id": 0, "process_group": ("0", "d"), "collective_seq_id": 1, "p2p_seq_id": 0, "profiling_name": "nccl:all_reduce",
-        "time_created_ns": 5, "input_sizes": [[1]], "input_dtypes": ["Float"], "output_sizes": [[1]], "output_dtypes": ["Float"],
-        "state": "scheduled", "retired": False, "is_p2p": False, "frames": [{"name": "f", "filename": "x.py", "line": 1}],
-    }  # fmt: skip
-    recorder = {
-        "version": "2.10",
-        "pg_config": {"0": {"name": "0", "desc": "d", "ranks": "[0, 1]"}},
-        "entries": [entry] * 3,
-    }
-    processes = [
-        {
-            "name": "rank_0",
-            "rank": 0,
-            "role": "trainer",
-            "host": "a",
-            "pid": 1,
-            "parent": None,
-            "status": "dumped",
-        }
-    ]
-    contents = {
-        "format": "hangdoctor-collection",
-        "version": 1,
-        "world_size": 2,
-        "hosts": [],
-        "samples": [{"time": 1.0}],
-        "processes": processes,
-    }
+    stack = [thread([frame("f")] * 3, 1, 1)] * 3
+    recorder = flight_recorder([entry(1, done=False)] * 3, "[0, 1]")
+    contents = collection([process("rank_0", 0)], world_size=2)
     texts = [("loose.txt", path.read_bytes()) for path in sorted(CASES.glob("*.txt"))[:6]]
     return [
         *texts,
-        ("samples/0/rank_0.json", json.dumps([thread] * 3, indent=1).encode()),
+        ("samples/0/rank_0.json", json.dumps(stack, indent=1).encode()),
         ("samples/0/rank_1.native.txt",
             b'Process 3: x\n\nThread 3 (idle): "MainThread"\n    c10d::Work::wait (libtorch.so)\n    f (x.py:3)\n'),
         ("rank_0.txt", b'Current thread 0x01 (most recent call first):\n  File "x.py", line 1 in f\n  File "x.py", line 2 in <module>\n'),

@@ -1,10 +1,12 @@
-"""Every label on hand-written stacks, with the culprits; and cases without a culprit."""
+"""Labels and culprits of hand-written stacks and of posts, and what each confidence is worth."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from benchmarks import hang_calibration
 from hangdoctor.diagnose import diagnose
 from hangdoctor.parse.read import read_snapshot
 
@@ -32,3 +34,49 @@ def test_stacks_get_their_label_and_culprits(tmp_path, label, culprits, world_si
     assert diagnosis.confidence != "high"  # one sample cannot distinguish slow from stuck
     assert diagnosis.evidence
     assert diagnosis.would_refute
+
+
+POSTS = tomllib.loads(Path(__file__).with_name("posts.toml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", POSTS)
+def test_post_is_read(tmp_path, name):
+    post = POSTS[name]
+    (tmp_path / "post.txt").write_text(post["text"])
+    found = diagnose(read_snapshot([tmp_path / "post.txt"]))
+    said = f"{found.summary} ({found.confidence})".lower()
+    parts = [post["says"]] if isinstance(post["says"], str) else post["says"]
+    assert (found.label, [part for part in parts if part not in said]) == (post["label"], []), said
+    assert "watchdog_timeout" not in said
+    assert "culprits" not in post or list(found.culprit_ranks) == post["culprits"]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    return [hang_calibration.answer(case) for case in hang_calibration.own_cases()]
+
+
+def wrong(answers) -> list[str]:
+    return [f"{given.case.source}: {given.case.title}: {given.label}" for given in answers if not given.right]
+
+
+def test_at_least_95_percent_of_the_answers_are_acceptable(answers):
+    assert len(answers) >= 200
+    assert len(wrong(answers)) <= 0.05 * len(answers), wrong(answers)
+
+
+def test_no_certain_answer_is_wrong(answers):
+    assert wrong(given for given in answers if given.confidence == "high") == []
+
+
+@pytest.mark.parametrize(("level", "share"), [("high", 0.97), ("medium", 0.85), ("low", 0.60)])
+def test_a_confidence_is_right_as_often_as_the_docs_say(answers, level, share):
+    right, of = hang_calibration.calibration(answers)[level]
+    assert of >= 30
+    assert right >= share * of
+
+
+def test_one_sample_is_never_certain(answers):
+    single = [given for given in answers if "collection.json" not in given.case.files]
+    assert single
+    assert {given.confidence for given in single} == {"medium", "low"}

@@ -7,6 +7,7 @@ import pytest
 from hangdoctor.diagnose import diagnose
 from hangdoctor.model import Diagnosis
 from hangdoctor.parse.read import read_snapshot
+from tests.hangdoctor.analysis.written import collection, entry, flight_recorder, process
 
 C10D = "torch/distributed/distributed_c10d.py"
 WAITING = f"""Thread 1 (idle): "MainThread"
@@ -67,15 +68,8 @@ def test_a_debug_server_that_got_no_answer_is_a_proof(tmp_path):
 
 @pytest.mark.parametrize(("hosts", "label"), [([], "missing_rank"), (["b"], "nccl_timeout")])
 def test_only_a_complete_collection_proves_that_the_other_ranks_are_gone(tmp_path, hosts, label):
-    contents = {
-        "format": "hangdoctor-collection", "version": 1, "world_size": None,
-        "hosts": [{"host": host, "status": "unreachable", "detail": ""} for host in hosts],
-        "samples": [{"time": 5.0}],
-        "processes": [
-            {"name": f"rank_{rank}", "rank": rank, "role": "trainer", "host": "a", "pid": 10 + rank, "parent": None,
-                "status": "dumped", "detail": "", "command": "x"} for rank in range(3)
-        ],
-    }  # fmt: skip
+    missing = [{"host": host, "status": "unreachable", "detail": ""} for host in hosts]
+    contents = collection([process(f"rank_{rank}", rank) for rank in range(3)], hosts=missing)
     files = {f"samples/0/rank_{rank}.txt": WAITING for rank in range(3)}
     assert read(tmp_path, files | {"collection.json": json.dumps(contents)}, 4).label == label
 
@@ -157,14 +151,7 @@ def test_the_kind_of_a_collective_that_does_not_end(tmp_path, files, kind, culpr
 def test_the_kind_by_the_states_of_records(tmp_path, states, kind, culprits):
     files = {}
     for rank, state in enumerate(states):
-        entry = {
-            "process_group": ["0", "default"], "collective_seq_id": 7, "profiling_name": "nccl:all_reduce", "state": state,
-            "input_sizes": [[8]], "output_sizes": [[8]], "input_dtypes": ["Float"], "output_dtypes": ["Float"],
-            "time_created_ns": 1, "is_p2p": False, "frames": [],
-        }  # fmt: skip
-        groups = {"0": {"name": "0", "desc": "default", "ranks": "[0, 1]"}}
-        files[f"nccl_trace_rank_{rank}.json"] = json.dumps(
-            {"version": "2.5", "pg_config": groups, "entries": [entry]}
-        )
+        recorded = flight_recorder([entry(7, done=False, state=state)], "[0, 1]")
+        files[f"nccl_trace_rank_{rank}.json"] = json.dumps(recorded)
     diagnosis = read(tmp_path, files)
     assert (diagnosis.label, diagnosis.kind, diagnosis.culprit_ranks) == ("nccl_timeout", kind, culprits)

@@ -13,6 +13,7 @@ from hangdoctor.parse.flight_recorder import parse_flight_recorder
 from hangdoctor.parse.plain_pickle import load_plain
 from hangdoctor.parse.read import read_snapshot
 from tests.forks import run_forked
+from tests.hangdoctor.analysis.written import entry, flight_recorder
 
 WAITING = """Process {pid}: python train.py
 Python v3.11.7
@@ -33,23 +34,8 @@ Thread {pid} (idle): "MainThread"
 """
 
 
-def entry(
-    sequence: int, operation: str = "all_reduce", done: bool = True, size: int = 8, dtype: str = "Float"
-) -> dict:
-    return {
-        "record_id": sequence, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": sequence,
-        "p2p_seq_id": 0, "op_id": sequence, "profiling_name": f"nccl:{operation}", "time_created_ns": 10**18 + sequence,
-        "input_sizes": [[size]], "input_dtypes": [dtype], "output_sizes": [[size]], "output_dtypes": [dtype],
-        "state": "completed" if done else "scheduled", "retired": done, "timeout_ms": 600000, "is_p2p": False,
-        "frames": [{"name": "all_reduce", "filename": "distributed_c10d.py", "line": 3}],
-    }  # fmt: skip
-
-
 def dump(entries: list[dict]) -> bytes:
-    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
-    return pickle.dumps(
-        {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}, protocol=2
-    )
+    return pickle.dumps(flight_recorder(entries), protocol=2)
 
 
 def write(folder: Path, records: dict[int, list[dict]], stacks: dict[int, str]) -> Path:
@@ -68,7 +54,7 @@ def test_json_and_pickle_of_a_dump_give_the_same_records():
 
 
 def test_send_has_a_number_of_its_own():
-    sent = entry(1, "send 0->3") | {"is_p2p": True, "p2p_seq_id": 5}
+    sent = entry(1, "send 0->3", is_p2p=True, p2p_seq_id=5)
     (record,) = parse_flight_recorder(dump([sent]), 0)
     assert (record.operation, record.sequence, record.is_p2p) == ("send", 5, True)
 

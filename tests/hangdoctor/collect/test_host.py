@@ -9,13 +9,12 @@ import threading
 import time
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.hang.collect import collect
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.host import collect_host
 from hangdoctor.collect.pyspy import Options
 from hangdoctor.collect.write import read_manifest, unpack
+from tests.command_line import invoke
 
 QUICK = Options(interval_s=0.2, timeout_s=20, host="here")
 RANK = """
@@ -83,7 +82,7 @@ def statuses(folder):
     return {process.name: process.status for process in read_manifest(folder).processes}
 
 
-def test_every_process_is_dumped_and_every_expected_rank_has_a_status(job, tmp_path):
+def test_every_process_is_dumped_every_rank_has_a_status_and_what_lies_around_is_kept(job, tmp_path):
     manifest = collect_host(search_for(job), tmp_path / "out", QUICK)
     assert manifest == read_manifest(tmp_path / "out")
     assert statuses(tmp_path / "out") == {
@@ -99,10 +98,6 @@ def test_every_process_is_dumped_and_every_expected_rank_has_a_status(job, tmp_p
     facts = json.loads((tmp_path / "out/proc/1/rank_0_child_0.json").read_text())
     assert (facts["state"], facts["parent_pid"]) == ("S", job[0].pid)
     assert abs(facts["start_time"] - time.time()) < 120
-
-
-def test_what_lies_around_the_ranks_is_kept_and_no_credential(job, tmp_path):
-    collect_host(search_for(job), tmp_path / "out", QUICK)
     out = tmp_path / "out"
     assert (out / "logs/rank_1.log").read_text() == "step 41\nstep 42\n"
     assert json.loads((out / "errors/rank_2.json").read_text()) == {"message": "out of memory"}
@@ -137,7 +132,7 @@ def test_flight_recorder_dump_is_requested_through_its_pipe(job, tmp_path):
 def test_command_writes_a_tar_and_says_what_comes_next(job, tmp_path):
     tar = tmp_path / "out.tar.gz"
     arguments = ["--pid", str(job[0].pid), "--to", str(tar), "--interval", "0.1"]
-    done = CliRunner().invoke(collect, arguments)
+    done = invoke("hang", "collect", *arguments)
     assert done.exit_code == 0, done.output
     assert done.output.splitlines() == [
         "rank_2: gone: no process on this host claims this rank",
@@ -145,7 +140,7 @@ def test_command_writes_a_tar_and_says_what_comes_next(job, tmp_path):
     ]
     unpack(tar.read_bytes(), tmp_path / "out")
     assert statuses(tmp_path / "out")["rank_0"] == "dumped"
-    again = CliRunner().invoke(collect, arguments)
+    again = invoke("hang", "collect", *arguments)
     assert (again.exit_code, again.output) == (
         2,
         f"Error: {tar} exists already: give --force to replace it, or another path\n",
@@ -181,7 +176,7 @@ def test_a_collection_of_a_process_with_secrets_has_none(tmp_path):
             assert process.poll() is None
             time.sleep(0.02)
         to = ["--to", str(tmp_path / "collection"), "--pid", str(process.pid), "--samples", "1"]
-        done = CliRunner().invoke(collect, to)
+        done = invoke("hang", "collect", *to)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

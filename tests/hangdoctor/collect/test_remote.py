@@ -7,9 +7,7 @@ import sys
 import tarfile
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.hang.collect import collect
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.pyspy import Options
 from hangdoctor.collect.remote import (
@@ -22,6 +20,7 @@ from hangdoctor.collect.remote import (
 )
 from hangdoctor.collect.write import read_manifest
 from hangdoctor.errors import HostsUnknown
+from tests.command_line import invoke
 
 SSH = """#!/bin/sh
 # ssh -o BatchMode=yes -o ConnectTimeout=10 -- HOST COMMAND: `down` does not answer, other hosts
@@ -65,7 +64,7 @@ def put_on_path(tmp_path, monkeypatch, name, text):
 
 def run_collect(tmp_path, *arguments):
     search = ["--match", f"named {tmp_path}", "--samples", "1", "--python", sys.executable]
-    return CliRunner().invoke(collect, ["--to", str(tmp_path / "out"), *search, *arguments])
+    return invoke("hang", "collect", "--to", tmp_path / "out", *search, *arguments)
 
 
 def test_ssh_hosts_stream_into_one_folder_and_each_has_a_status(rank, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 label: straggler_or_not_hung
 culprits: 1
 ranks: 2
+computes: yes
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Start a fault program for real, wait until it hangs, collect it, and end every process of it.
 
 A program defines the expected result in its docstring (`label`, `culprits`, `ranks`, `starts`,
-`launch`). By default its ranks are forks (`tests/forks.py`), several programs at a time; the long
+`launch`, `computes`). By default its ranks are forks (`tests/forks.py`), several programs at a time; the long
 tests start them with torchrun.
 """
 
@@ -47,6 +47,7 @@ class Program:
     num_ranks: int
     starts: tuple[int, ...]
     launch: str
+    computes: bool
 
 
 def read_program(name: str) -> Program:
@@ -61,6 +62,7 @@ def read_program(name: str) -> Program:
         num_ranks,
         tuple(int(rank) for rank in fields.get("starts", " ".join(map(str, range(num_ranks)))).split()),
         fields.get("launch", "any"),
+        "computes" in fields,
     )
 
 
@@ -108,7 +110,7 @@ def running(program: Program, folder: Path, in_forks: bool) -> Iterator[tuple[in
     pids = (launcher.pid,) if launcher else tuple(fork.process_id for fork in forks)
     try:
         _wait_for_markers(program, pids, folder)
-        _wait_until_still(pids)
+        _wait_until_still(pids, STILL_S if program.computes else SETTLE_S)
         yield pids
     finally:
         _kill_tree(pids)
@@ -134,9 +136,9 @@ def _wait_for_markers(program: Program, pids: tuple[int, ...], folder: Path) -> 
         time.sleep(0.05)
 
 
-def _wait_until_still(pids: tuple[int, ...]) -> None:
+def _wait_until_still(pids: tuple[int, ...], most_s: float) -> None:
     """Wait until the processes use no CPU for a while, or clearly will not stop using it."""
-    deadline = time.monotonic() + SETTLE_S
+    deadline = time.monotonic() + most_s
     still_since, before = time.monotonic(), -1.0
     while time.monotonic() < deadline and time.monotonic() - still_since < STILL_S:
         family = [*pids, *descendants(pids, process_table())]

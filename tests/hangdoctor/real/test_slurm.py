@@ -7,11 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.hang.collect import collect
 from hangdoctor.collect.write import read_manifest
-from tests.command_line import installed
+from tests.command_line import installed, invoke
 
 START_SLURM = Path(__file__).parents[2] / "slurm/start_slurm.sh"
 RANK = """
@@ -55,9 +53,19 @@ def job(slurm, tmp_path):
 @pytest.mark.long
 def test_tasks_of_a_slurm_job_are_collected_beside_its_own_step(job, tmp_path):
     out = tmp_path / "out"
-    done = CliRunner().invoke(
-        collect,
-        ["--slurm", job, "--to", str(out), "--samples", "2", "--interval", "0.5", "--python", sys.executable],
+    done = invoke(
+        "hang",
+        "collect",
+        "--slurm",
+        job,
+        "--to",
+        out,
+        "--samples",
+        "2",
+        "--interval",
+        "0.5",
+        "--python",
+        sys.executable,
     )
     assert done.exit_code == 0, done.output
     manifest = read_manifest(out)

@@ -1,4 +1,4 @@
-"""Real processes: three ranks that meet in a stand-in of torch's all_reduce, and their engine."""
+"""Real processes: three ranks of a stand-in of torch and their engine, and twenty causes in 8 ranks."""
 
 import json
 import os
@@ -9,17 +9,17 @@ import threading
 import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from areal_debug.verbs.hang import command
 from hangdoctor.collect.discover import Search
 from hangdoctor.collect.process import connected_ports, listening_ports
 from hangdoctor.collect.pyspy import find_pyspy
 from hangdoctor.slow.engines import find_engines, metrics_requests
 from hangdoctor.slow.live import sentence_about
 from hangdoctor.slow.sample import collects_garbage
+from tests.command_line import invoke
 
 NUM_RANKS = 3
 ALL_REDUCE = """
@@ -93,7 +93,7 @@ def job(tmp_path):
 
 def test_the_slow_rank_of_a_running_job_is_named(job):
     pid = job("slow")
-    done = CliRunner().invoke(command, ["--slow", "--pid", str(pid), "--seconds", "5", "--json"])
+    done = invoke("hang", "--slow", "--pid", pid, "--seconds", "5", "--json")
     verdict = json.loads(done.output)
     assert (verdict["label"], verdict["cause"], verdict["culprit_ranks"]) == ("slow_rank", "input", [1])
     assert verdict["place"].startswith("__getitem__ (")
@@ -107,7 +107,7 @@ def test_the_slow_rank_of_a_running_job_is_named(job):
 @pytest.mark.long
 def test_a_healthy_job_has_no_slow_rank_and_the_watch_says_nothing(job):
     pid = job()
-    done = CliRunner().invoke(command, ["--slow", "--pid", str(pid), "--seconds", "4"])
+    done = invoke("hang", "--slow", "--pid", pid, "--seconds", "4")
     assert done.output.startswith("no_rank_is_slow")
     assert "No rank is slow: all 3 wait" in done.output
     assert "Share of the time, in percent" in done.output
@@ -149,3 +149,18 @@ def test_a_server_is_found_by_its_port_and_its_metrics_are_read():
     assert find_engines((), {port}, [os.getpid()]) == []
     server.shutdown()
     server.server_close()
+
+
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "slow_ranks.py"
+MOST_S = 30
+
+
+@pytest.mark.long
+def test_each_cause_is_named_and_no_healthy_job_is_accused(tmp_path):
+    table = tmp_path / "table.json"
+    done = subprocess.run([sys.executable, str(BENCHMARK), "--json", str(table)], check=False)
+    results = json.loads(table.read_text())
+    assert [result["summary"] for result in results if not result["right"]] == []
+    assert [result["name"] for result in results if result["seconds"] > MOST_S] == []
+    assert len([result for result in results if not result["name"].startswith("healthy")]) == 20
+    assert done.returncode == 0
