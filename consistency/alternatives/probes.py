@@ -380,7 +380,8 @@ def noise_of_model(published: Noise, other_dtype: Prediction, replays: Replays) 
     """
     moves = other_dtype.logprobs - replays.base
     mean_abs, k3_mean = float(np.abs(moves).mean()), float(k3(moves).mean())
-    own = NOISE_MARGIN * mean_abs
+    repeats = published.own if np.isfinite(published.own) else 0.0  # of the engine, if it was asked again
+    own = max(NOISE_MARGIN * mean_abs, repeats)
     if own <= published.mean_abs:
         return replace(published, own=own)
     source = f"{other_dtype.name} changes its logprobs by {mean_abs:.2g} on average"
@@ -411,7 +412,7 @@ def noise_of_engine(published: Noise, rescoring: Rescoring) -> Noise:
         return published
     source = f"two engine scorings of the same tokens differ by {rescoring.engine_repeat:.2g} on average"
     k3_most = max(published.k3, variation**2)
-    return Noise(f"{published.name}, on this engine", variation, k3_most, source)
+    return Noise(f"{published.name}, on this engine", variation, k3_most, source, variation)
 
 
 def expert_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
