@@ -17,7 +17,14 @@ from jinja2 import TemplateError
 from areal_core.engine.routers import Routers
 from areal_core.errors import ModelError
 from consistency.alternatives.images import image_alternatives, tower_alternative
-from consistency.alternatives.variants import Variant, best_of, scanned, scored_with, variant_alternatives
+from consistency.alternatives.variants import (
+    Variant,
+    best_of,
+    permuted_experts,
+    scanned,
+    scored_with,
+    variant_alternatives,
+)
 from consistency.case import DTYPES, Request, Setting
 from consistency.diagnose import Diagnosis, is_accusation
 from consistency.measure import NOISE, Noise, k3
@@ -302,11 +309,17 @@ def partial_alternatives(
     values = sequences.engine_logprobs.copy()
     values[sequences.scored] = usable_or(values[sequences.scored], base)
     stale = find_stale_tensors(scorer, previous, replace(sequences, engine_logprobs=values), temperature)
-    if stale is None:
-        return []
-    with swapped(scorer, previous, stale.names):
-        cause = "R25" if of == PREVIOUS else "R25.base"
-        return [checkpoint_alternative(scorer, sequences, cause, stale.describe(), temperature)]
+    found: list[Prediction] = []
+    if scorer.head.layer.weight is scorer.model.get_input_embeddings().weight:  # an engine may have a copy
+        old = replace(scorer, head=previous.head)
+        found.append(
+            checkpoint_alternative(old, sequences, "R26.tied", f"the output layer of {of}", temperature)
+        )
+    if stale is not None:
+        with swapped(scorer, previous, stale.names):
+            cause = "R25" if of == PREVIOUS else "R25.base"
+            found.append(checkpoint_alternative(scorer, sequences, cause, stale.describe(), temperature))
+    return found
 
 
 def bos_alternatives(
@@ -489,4 +502,5 @@ PROBES: tuple[Probe, ...] = (
     of_model(cut_prompts),
     probe_checkpoints,
     of_model(variant_alternatives),
+    of_model(permuted_experts),
 )
