@@ -16,14 +16,7 @@ from consistency.rescoring import Rescoring, TrainerCheck
 from consistency.score import Scores
 from consistency.tensors import ChangedTensor
 from consistency.tokens import Floats, Ints, Sequences, TokenTable
-from consistency.transforms import (
-    RESIDUAL_BOUND,
-    Prediction,
-    Replays,
-    likelihood,
-    mean_square,
-    residual_size,
-)
+from consistency.transforms import RESIDUAL_BOUND, Prediction, Replays, likelihood, mean_square, residual_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

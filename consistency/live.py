@@ -17,15 +17,7 @@ from areal_core.data.processor import VisionProcessor
 from areal_core.data.read import read_rows, rl_row
 from areal_core.rollout.types import Sampling as RequestSampling
 from consistency.check import Rescorer
-from consistency.engines import (
-    MAX_CONCURRENT,
-    EngineIdentity,
-    Pictures,
-    Reply,
-    Top,
-    call_all,
-    connect,
-)
+from consistency.engines import MAX_CONCURRENT, EngineIdentity, Pictures, Reply, Top, call_all, connect
 from consistency.errors import BadPrompts, NothingToCompare
 from consistency.replies import find_contradictions
 from consistency.rescoring import rescore

@@ -272,7 +272,7 @@ def sampling_of(
     for name, usual in ASSUMED.items():
         if name in given:
             continue
-        found = dict(numbers_named(config, name))
+        found = {place: float(value) for place, value in named(config, name, (int, float))}
         if len(set(found.values())) == 1:
             place, values[name] = next(iter(found.items()))
             notes.append(f"{name} {values[name]:g}, as {place} in the trainer's config")
@@ -296,11 +296,7 @@ def sampling_of(
 
 def text_named(options: Any, name: str) -> str | None:
     """Return the first text under a name, at any depth."""
-    if not isinstance(options, Mapping):
-        return None
-    found = options.get(name)
-    inner = (text_named(value, name) for value in options.values())
-    return found if isinstance(found, str) else next((text for text in inner if text is not None), None)
+    return next((text for _, text in named(options, name, (str,))), None)
 
 
 def quantised(options: Any) -> str | None:
@@ -309,10 +305,11 @@ def quantised(options: Any) -> str | None:
     return "float8" if "fp8" in declared or "float8" in declared else None
 
 
-def numbers_named(options: Any, name: str, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float]]:
+def named(options: Any, name: str, kinds: tuple[type, ...], path: tuple[str, ...] = ()) -> Iterator[Any]:
+    """Yield the places and values of these types under a name, at any depth, but those of validation."""
     if isinstance(options, Mapping):
         for key, value in options.items():
             if not str(key).startswith(OF_VALIDATION):
-                yield from numbers_named(value, name, (*path, str(key)))
-    elif path and path[-1] in (name, f"rollout_{name}") and type(options) in (int, float):
-        yield ".".join(path), float(options)
+                yield from named(value, name, kinds, (*path, str(key)))
+    elif path and path[-1] in (name, f"rollout_{name}") and type(options) in kinds:
+        yield ".".join(path), options

@@ -86,7 +86,7 @@ def find_stale_tensors(
     its modules and of its layers: those of one module multiply each other.
     """
     engine = rows.engine_logprobs[rows.scored]
-    names = tuple(name for name, _ in now.model.named_parameters())
+    names = tuple(tensors_of(now.model))
 
     def logprobs(stale: Names) -> Floats:
         with swapped(now, before, stale):
@@ -135,6 +135,12 @@ def vision_tensors(model: Any) -> Names:
     return tuple(name for name, parameter in model.named_parameters() if id(parameter) not in text)
 
 
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    """Return the parameters and the buffers of a checkpoint, such as a router's correction bias, by name."""
+    kept, buffers = model.state_dict().keys(), model.named_buffers()
+    return dict(model.named_parameters()) | {name: buffer for name, buffer in buffers if name in kept}
+
+
 @contextmanager
 def with_values(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Give tensors other values, and take them back at the end."""
@@ -150,7 +156,7 @@ def with_values(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 def swapped(now: Scorer, before: Scorer, names: Names) -> AbstractContextManager[None]:
     """Give some tensors of a model the values of another one."""
-    mine, theirs = (dict(scorer.model.named_parameters()) for scorer in (now, before))
+    mine, theirs = (tensors_of(scorer.model) for scorer in (now, before))
     return with_values([(mine[name], theirs[name].data) for name in names])
 
 

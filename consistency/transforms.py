@@ -436,6 +436,7 @@ def transform_families(eos_token_id: int | None) -> list[Family]:
         Family("R50", "no final logit soft cap", soft_cap, (float("inf"),), refine=False),
         Family("R53", "vocabulary padding rows", padded_vocabulary, tuple(4.0**k for k in range(10))),
         Family("R09", "most likely token", largest_logprob, (0.0,), refine=False),
+        Family("R08.entropy", "the mean logprob of all tokens", negative_entropy, (0.0,), refine=False),
         Family("R37", "logits rounded to bfloat16", bfloat16_logits, (0.0,), refine=False),
     ]
     if eos_token_id is not None:
@@ -454,6 +455,11 @@ def as_is(rows: Rows) -> Tensor:
 
 def largest_logprob(rows: Rows, _: float) -> Tensor:
     return as_is(rows).amax(1, keepdim=True).expand_as(rows.logits)
+
+
+def negative_entropy(rows: Rows, _: float) -> Tensor:
+    law = as_is(rows)
+    return (law.exp() * law).sum(1, keepdim=True).expand_as(law)
 
 
 def at_temperature(rows: Rows, temperature: float) -> Tensor:

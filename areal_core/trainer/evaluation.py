@@ -123,10 +123,7 @@ def evaluated_models(config: BaseExperimentConfig) -> list[str]:
 
 
 def evaluated_rows(
-    config: BaseExperimentConfig,
-    train: Rows | None,
-    valid: Rows | None,
-    tokenizer: PreTrainedTokenizerBase,
+    config: BaseExperimentConfig, train: Rows | None, valid: Rows | None, tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[int, dict[str, Any]]]:
     """Return the `(number, row)` that `evaluator.rows` and `evaluator.max_rows` select.
 
@@ -183,7 +180,16 @@ def complete_model(path: str, config: BaseExperimentConfig, rank: int = 0) -> It
     if not (Path(path) / "adapter_config.json").is_file():
         yield path
         return
-    base, folder = config.actor.path, run_folder(config, "checkpoints") / f"merged-{rank}"
+    folder = run_folder(config, "checkpoints") / f"merged-{rank}"
+    merge_adapter(path, config.actor.path, folder)
+    try:
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def merge_adapter(path: str, base: str, folder: Path) -> None:
+    """Write the model at `base` with the LoRA adapter at `path` merged in. Raises ModelError."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -196,10 +202,6 @@ def complete_model(path: str, config: BaseExperimentConfig, rank: int = 0) -> It
             adapted.merge_and_unload().save_pretrained(folder)
     except (RuntimeError, ValueError, UserWarning) as error:
         raise ModelError(f"the adapter {path} cannot be merged into {base}: {error}") from error
-    try:
-        yield str(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class EvaluationResults:

@@ -49,10 +49,7 @@ class Model:
 
 
 def load_models(
-    config: PPOConfig,
-    ranks: Ranks,
-    tokenizer: PreTrainedTokenizerBase,
-    processor: VisionProcessor | None,
+    config: PPOConfig, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, processor: VisionProcessor | None
 ) -> Generator[Model]:
     """Load one model of the run after another; each stays until the next one is requested.
 

@@ -4,22 +4,10 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-from areal_debug.render import (
-    announce,
-    format_number,
-    is_quiet,
-    note,
-)
+from areal_debug.render import announce, format_number, is_quiet, note
 from areal_debug.report.model import Facts, Report, Row, Table, tone_of
 from areal_debug.report.terminal import print_answer
-from consistency.entry.exact import (
-    PROVEN,
-    REFUTED,
-    UNDECIDED,
-    Certificate,
-    Check,
-    hash_model,
-)
+from consistency.entry.exact import PROVEN, REFUTED, UNDECIDED, Certificate, Check, hash_model
 
 EMBEDDED = "embedded"
 

@@ -10,18 +10,7 @@ from typing import Any
 from areal_debug.render import count, format_number, sparkline
 from areal_debug.report.charts import bars, dots
 from areal_debug.report.links import view_command
-from areal_debug.report.model import (
-    Block,
-    Curve,
-    Facts,
-    Finding,
-    Level,
-    Picture,
-    Report,
-    Row,
-    Table,
-    tone_of,
-)
+from areal_debug.report.model import Block, Curve, Facts, Finding, Level, Picture, Report, Row, Table, tone_of
 from consistency.case import Request
 from consistency.check import Checked
 from consistency.diagnose import is_accusation

@@ -1,7 +1,10 @@
 """`areal-debug consistency`: compare an engine's logprobs with the model's, token by token."""
 
+import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -180,10 +183,12 @@ def command(
     Exit code 0: healthy, proven, or conforms. 1: a mismatch, refuted, or a failed check. 2:
     inconclusive, or a check could not run.
     """
-    from areal_debug.serve.start import checked_model
-
-    for folder in filter(None, (model, options["previous"], options["base"])):
-        checked_model(folder)
+    complete, asked = click.get_current_context().with_resource, model
+    model, options["previous"], options["base"] = (
+        path and complete(complete_checkpoint(path)) for path in (model, options["previous"], options["base"])
+    )
+    if asked is not None and model != asked and options["base"] is None:
+        options["base"] = base_of(Path(asked))  # an engine may lack the adapter
     if over_time:
         if record is None or output is not None:
             fail(
@@ -233,7 +238,36 @@ def command(
 
         run, verdict = str(source.get("record", "live engine")), checked.diagnosis.verdict
         write_report(output, report, Frame(report.sentence, run, "consistency", verdict))
-    answer({"model": request.model} | source | document(checked), report, as_json)
+    answer({"model": asked or request.model} | source | document(checked), report, as_json)
+
+
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def base_of(folder: Path) -> str | None:
+    """Return the model that an adapter is for; None of another folder, or of one that needs pickle."""
+    if (folder / "config.json").is_file() or not all((folder / name).is_file() for name in ADAPTER):
+        return None
+    return str(json.loads((folder / ADAPTER[0]).read_text())["base_model_name_or_path"])
+
+
+@contextmanager
+def complete_checkpoint(path: str) -> Iterator[str]:
+    """Provide a checkpoint in a block: of a folder of an adapter, its base with the adapter merged in."""
+    from areal_core.trainer.evaluation import merge_adapter
+    from areal_debug.serve.start import checked_model
+
+    base = base_of(Path(path))
+    if base is None:
+        checked_model(path)
+        yield path
+        return
+    checked_model(base)
+    with tempfile.TemporaryDirectory(prefix="merged-") as scratch:
+        merge_adapter(path, base, Path(scratch))
+        for file in (*Path(base).glob("*token*"), *Path(base).glob("chat_template*")):
+            shutil.copy(file, scratch)
+        yield scratch
 
 
 def check_over_time(path: Path, steps: tuple[int, ...], as_json: bool) -> NoReturn:
@@ -329,13 +363,7 @@ def check_live(
     from areal_core.data.processor import load_processor
     from areal_core.rollout.types import TOP_K_OFF, Sampling
     from consistency.check import check
-    from consistency.live import (
-        make_rescorer,
-        query_engines,
-        read_prompts,
-        sampled_of,
-        vocabulary_of,
-    )
+    from consistency.live import make_rescorer, query_engines, read_prompts, sampled_of, vocabulary_of
     from consistency.score import sees_images
     from consistency.source import model_dtype
 

@@ -39,12 +39,7 @@ WORDS = {"equal": "Equal", "differs": "Different", "not checked": "Not checked"}
 )
 @json_option
 def command(
-    record: str,
-    opinions: str,
-    step: int | None,
-    model: str | None,
-    layout: str | None,
-    as_json: bool,
+    record: str, opinions: str, step: int | None, model: str | None, layout: str | None, as_json: bool
 ) -> None:
     """Recompute the rewards, advantages, loss and gradient norm of a step of RECORD, and name the
     first stage, option and rows that differ.

@@ -21,9 +21,7 @@ def command() -> None:
 
 
 @command.command(
-    cls=Verb,
-    short_help="Try empty, echoed and adversarial answers on a reward function",
-    example=EXAMPLE,
+    cls=Verb, short_help="Try empty, echoed and adversarial answers on a reward function", example=EXAMPLE
 )
 @click.argument("function", type=click.Path(), metavar="MODULE:FN")
 @click.option("--data", required=True, metavar="FILE", help="JSONL file or dataset with the rows.")

@@ -29,14 +29,7 @@ from consistency.score import Scorer, score_logprobs
 from consistency.source import Sampled
 from consistency.tensors import swapped, vision_tensors
 from consistency.tokens import Bools, Floats, Images, Ints, Sequences
-from consistency.transforms import (
-    Prediction,
-    best_by_row,
-    bounded,
-    residual_size,
-    select_rows,
-    usable_or,
-)
+from consistency.transforms import Prediction, best_by_row, bounded, residual_size, select_rows, usable_or
 from recorder.pictures.kinds import encoded
 
 

@@ -17,7 +17,14 @@ from jinja2 import TemplateError
 from areal_core.engine.routers import Routers
 from areal_core.errors import ModelError
 from consistency.alternatives.images import image_alternatives, tower_alternative
-from consistency.alternatives.variants import Variant, best_of, scanned, scored_with, variant_alternatives
+from consistency.alternatives.variants import (
+    Variant,
+    best_of,
+    permuted_experts,
+    scanned,
+    scored_with,
+    variant_alternatives,
+)
 from consistency.case import DTYPES, Request, Setting
 from consistency.diagnose import Diagnosis, is_accusation
 from consistency.measure import NOISE, Noise, k3
@@ -302,11 +309,17 @@ def partial_alternatives(
     values = sequences.engine_logprobs.copy()
     values[sequences.scored] = usable_or(values[sequences.scored], base)
     stale = find_stale_tensors(scorer, previous, replace(sequences, engine_logprobs=values), temperature)
-    if stale is None:
-        return []
-    with swapped(scorer, previous, stale.names):
-        cause = "R25" if of == PREVIOUS else "R25.base"
-        return [checkpoint_alternative(scorer, sequences, cause, stale.describe(), temperature)]
+    found: list[Prediction] = []
+    if scorer.head.layer.weight is scorer.model.get_input_embeddings().weight:  # an engine may have a copy
+        old = replace(scorer, head=previous.head)
+        found.append(
+            checkpoint_alternative(old, sequences, "R26.tied", f"the output layer of {of}", temperature)
+        )
+    if stale is not None:
+        with swapped(scorer, previous, stale.names):
+            cause = "R25" if of == PREVIOUS else "R25.base"
+            found.append(checkpoint_alternative(scorer, sequences, cause, stale.describe(), temperature))
+    return found
 
 
 def bos_alternatives(
@@ -380,7 +393,8 @@ def noise_of_model(published: Noise, other_dtype: Prediction, replays: Replays) 
     """
     moves = other_dtype.logprobs - replays.base
     mean_abs, k3_mean = float(np.abs(moves).mean()), float(k3(moves).mean())
-    own = NOISE_MARGIN * mean_abs
+    repeats = published.own if np.isfinite(published.own) else 0.0  # of the engine, if it was asked again
+    own = max(NOISE_MARGIN * mean_abs, repeats)
     if own <= published.mean_abs:
         return replace(published, own=own)
     source = f"{other_dtype.name} changes its logprobs by {mean_abs:.2g} on average"
@@ -411,7 +425,7 @@ def noise_of_engine(published: Noise, rescoring: Rescoring) -> Noise:
         return published
     source = f"two engine scorings of the same tokens differ by {rescoring.engine_repeat:.2g} on average"
     k3_most = max(published.k3, variation**2)
-    return Noise(f"{published.name}, on this engine", variation, k3_most, source)
+    return Noise(f"{published.name}, on this engine", variation, k3_most, source, variation)
 
 
 def expert_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
@@ -488,4 +502,5 @@ PROBES: tuple[Probe, ...] = (
     of_model(cut_prompts),
     probe_checkpoints,
     of_model(variant_alternatives),
+    of_model(permuted_experts),
 )

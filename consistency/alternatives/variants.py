@@ -5,6 +5,7 @@ MLP, norms, experts, skipped layers, quantised weights. Every variant is a chang
 taken back. All are screened on few tokens; the one that fits best is scored on all of them.
 """
 
+import copy
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -19,15 +20,22 @@ from torch import Tensor, nn
 
 from consistency.case import TIE_RATIO
 from consistency.score import Scorer, score_logprobs
-from consistency.tensors import MOST_TENSORS, VOCABULARY_WORDS, with_values
-from consistency.tokens import Floats, Sequences
+from consistency.tensors import (
+    LAYER,
+    MOST_PARAMETERS,
+    MOST_TENSORS,
+    VOCABULARY_WORDS,
+    tensors_of,
+    with_values,
+)
+from consistency.tokens import Floats, Ints, Sequences
 from consistency.transforms import Prediction, mean_square, select_rows, spread_rows
 
 TOKENS_TO_SCREEN = 256
 LEAST_GAIN = 1.5  # of squares, below which the best variant is not scored on all tokens
 BASES = (1e3, 2.5e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
-TABLE_SIZES = (0.5, 0.7, 1.4, 2.0)
 FACTORS = (0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
+MULTIPLES = (0.25, 0.5, 2.0, 4.0)  # of a number of the model
 REFINEMENTS, POINTS = 3, 5  # of a scanned number
 EPSILONS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 MOST_LAYERS = 48  # beyond it, only the first and the last are skipped
@@ -77,15 +85,12 @@ def variant_alternatives(scorer: Scorer, rows: Sequences, temperature: float) ->
 
 def best_of(scorer: Scorer, rows: Sequences, temperature: float, variants: list[Variant]) -> list[Prediction]:
     screened = select_rows(rows, spread_rows(rows, TOKENS_TO_SCREEN))
-    engine = screened.engine_logprobs[screened.scored]
-    usable = np.isfinite(engine)
 
     def miss(variant: Variant) -> float:
         try:
-            predicted = scored_with(variant, scorer, screened, temperature)
+            return missed(screened, scored_with(variant, scorer, screened, temperature))
         except (RuntimeError, ValueError):  # which this class does not compute
             return float("inf")
-        return mean_square(engine[usable], np.nan_to_num(predicted[usable], neginf=-1e9))
 
     as_is = miss(Variant("", ""))
     every = [one for one in variants if one.values or one.attributes or one.hooks]
@@ -109,6 +114,55 @@ def scored_with(variant: Variant, scorer: Scorer, rows: Sequences, temperature: 
         return score_logprobs(scorer, rows, temperature=temperature)
 
 
+def permuted_experts(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
+    """Score with the experts of each layer in the order that fits best (R25); none where none does.
+
+    Two experts are exchanged where that fits better: first in all layers alike, as by ranks in
+    another order, then in each layer alone.
+    """
+    every = [
+        one for one in scorer.model.modules() if isinstance(getattr(one, "down_proj", None), nn.Parameter)
+    ]
+    layers = [[p for p in one.parameters(recurse=False) if len(p) == len(one.down_proj)] for one in every]
+    count = len(every[0].down_proj) if every else 0
+    size = sum(p.numel() for p in scorer.model.parameters())
+    if not 1 < count <= MOST_EXPERTS or size > MOST_PARAMETERS or len({len(e.down_proj) for e in every}) > 1:
+        return []
+    screened = select_rows(rows, spread_rows(rows, TOKENS_TO_SCREEN))
+
+    def predicted(of: Sequences, orders: Ints) -> Floats:
+        moved = [(p, p.data[order]) for layer, order in zip(layers, orders, strict=True) for p in layer]
+        with with_values(moved):
+            return score_logprobs(scorer, of, temperature=temperature)
+
+    best = np.tile(np.arange(count), (len(layers), 1))
+    least = as_is = missed(screened, predicted(screened, best))
+    for _ in range(SWEEPS):
+        before = least
+        for group in (slice(None), *range(len(layers))):
+            for one, other in itertools.combinations(range(count), 2):
+                tried = best.copy()
+                tried[group, [one, other]] = tried[group, [other, one]]
+                if (left := missed(screened, predicted(screened, tried))) < least:
+                    best, least = tried, left
+        if least * LEAST_GAIN > before:  # of a fault of another kind, or found
+            break
+    if least * LEAST_GAIN > as_is:
+        return []
+    name = f"experts in another order, such as {best[0].tolist()} in the first layer that has them"
+    return [Prediction("R25.variant", name, 0.0, predicted(rows, best))]
+
+
+MOST_EXPERTS, SWEEPS = 32, 4
+
+
+def missed(rows: Sequences, predicted: Floats) -> float:
+    """Return the mean square by which the engine's usable logprobs miss a prediction."""
+    engine = rows.engine_logprobs[rows.scored]
+    usable = np.isfinite(engine)
+    return mean_square(engine[usable], np.nan_to_num(predicted[usable], neginf=-1e9))
+
+
 def variants_of(model: Any) -> Iterator[Variant]:
     """Yield every variant that this model has."""
     yield from head_variants(model)
@@ -127,21 +181,55 @@ def variants_of(model: Any) -> Iterator[Variant]:
 
 
 def rotary_variants(model: Any) -> Iterator[Variant]:
-    groups = frequencies(model)
-    every = [buffer for buffers in groups.values() for buffer in buffers]
-    for of, buffers in (groups | {"": every}).items():
-        own = rotary_base(buffers)
-        if own is not None:
-            yield from scanned(partial(based, buffers, own, of), BASES, own)
-            yield from (scaled(buffers, of, factor) for factor in FACTORS)
-    yield from plain_rotations(model)
     tables = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
-    yield from scanned(partial(larger_table, tables), TABLE_SIZES, 1.0)
+    made = [table for table in tables if getattr(getattr(table, "config", None), "rope_parameters", None)]
+    rope = made[0].config.rope_parameters if made else {}
+    kinds = {f" of {key} layers": (key,) for key, value in rope.items() if isinstance(value, dict)}
+    every = {"": tuple(key for (key,) in kinds.values())} if made else {}
+    for of, keys in (kinds | every).items():
+        if "rope_theta" in (own := rope[keys[0]] if keys else rope):
+            yield from other_positions(partial(rebuilt, made, keys), of, own)
+    if made:
+        whole = rebuilt(made, every[""], "rotary positions of the whole head", partial_rotary_factor=1.0)
+        parts = [one for one in model.modules() if hasattr(one, "rotary_ndims")]
+        whole.attributes += [(one, "rotary_ndims", head_size(model)) for one in parts]
+        yield whole
     for name, change in TABLES.items():
         yield Variant("R49", name, hooks=[(table, partial(changed_table, change)) for table in tables])
     for name, sizes in (("side by side", (-1, 2)), ("half a head apart", (2, -1))):
         order = partial(regrouped, *sizes, dim=1)
-        yield Variant("R49", f"rotary pairs {name}", list(rows_of_heads(model, ("q_proj", "k_proj"), order)))
+        yield Variant("R49", f"rotary pairs {name}", rows_of_heads(model, ("q_proj", "k_proj"), order))
+
+
+def other_positions(make: Callable[..., Variant], of: str, own: dict[str, Any]) -> Iterator[Variant]:
+    """Yield tables of other rope parameters: base, type and each number of the scaling."""
+    base = own["rope_theta"]
+
+    def based(number: float) -> Variant:
+        return make(f"rotary base {number:.3g}{of} (the model's base is {base:.3g})", rope_theta=number)
+
+    yield from scanned(based, BASES, base)
+    for factor in FACTORS:
+        yield make(f"positions{of} divided by {factor:g}", rope_type="linear", factor=factor)
+    yield make(f"rotary positions{of} without the scaling of the config", rope_type="default")
+
+
+def rebuilt(tables: list[Any], keys: tuple[str, ...], title: str, **parameters: Any) -> Variant:
+    """Return the model whose tables of frequencies are made from other rope parameters."""
+    found = Variant("R49", title)
+    for table in tables:
+        config = copy.deepcopy(table.config)
+        for rope in [config.rope_parameters[key] for key in keys] or [config.rope_parameters]:
+            rope.update(parameters)
+        try:
+            new = type(table)(config)
+        except (KeyError, RuntimeError, TypeError, ValueError):  # a scaling that lacks a number
+            return Variant("R49", title)
+        found.values += [
+            (old, partial(replaced, new.get_buffer(n).to(old))) for n, old in table.named_buffers()
+        ]
+        found.attributes += [(table, n, v) for n, v in vars(new).items() if n.endswith("attention_scaling")]
+    return found
 
 
 TABLES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
@@ -152,67 +240,8 @@ TABLES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
-def larger_table(tables: list[nn.Module], factor: float) -> Variant:
-    """Return the model whose cosines and sines are multiplied by a number, as YaRN does."""
-    hooks = [
-        (table, partial(changed_table, lambda cos, sin: (factor * cos, factor * sin))) for table in tables
-    ]
-    return Variant("R49", f"a rotary table times {factor:.3g} (attention_factor of YaRN)", hooks=list(hooks))
-
-
 def changed_table(change: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, table: Any) -> Any:
     return change(*table)
-
-
-def frequencies(model: Any) -> dict[str, list[Tensor]]:
-    """Return the tables of frequencies by the layers that they are of, "" if of all."""
-    found: dict[str, list[Tensor]] = {}
-    for name, buffer in model.named_buffers():
-        kind, is_table, _ = name.rpartition(".")[2].replace("original_", "").partition("inv_freq")
-        if is_table:
-            found.setdefault(kind and f" of {kind[:-1]} layers", []).append(buffer)
-    return found
-
-
-def rotary_base(buffers: list[Tensor]) -> float | None:
-    found = [buffer for buffer in buffers if buffer.numel() > 1]
-    if not found or not 0 < float(found[0][1]) < 1:
-        return None
-    return float(found[0][1].double() ** -len(found[0]))
-
-
-def based(buffers: list[Tensor], own: float, of: str, base: float) -> Variant:
-    """Return the model with another rotary base."""
-    power = float(np.log(base) / np.log(own))
-    values = [(buffer, lambda old: (old.double() ** power).to(old)) for buffer in buffers]
-    return Variant("R49", f"rotary base {base:.3g}{of} (the model's base is {own:.3g})", list(values))
-
-
-def scaled(buffers: list[Tensor], of: str, factor: float) -> Variant:
-    """Return the model whose positions are divided by a factor."""
-    values = [(buffer, lambda old: old / factor) for buffer in buffers]
-    return Variant("R49", f"positions{of} divided by {factor:g}", list(values))
-
-
-def plain_rotations(model: Any) -> Iterator[Variant]:
-    """Yield positions without the config's scaling, and of the whole head where a part is rotated."""
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    every = attentions(model)
-    scales = [(one, "attention_scaling", 1.0) for one in model.modules() if hasattr(one, "attention_scaling")]
-    for of, tables in frequencies(model.get_decoder()).items():
-        own = rope.get(of.split()[1]) if of else rope
-        base: Any = own.get("rope_theta") if isinstance(own, dict) else None
-        for name, whole in (("without the scaling of the config", 0), ("of the whole head", 1)):
-            count = whole * head_size(model, every[0]) // 2 if every else 0
-            values = [(one, partial(ladder, base, count or len(one))) for one in tables if base is not None]
-            parts = [
-                (one, "rotary_ndims", 2 * count) for one in every if whole and hasattr(one, "rotary_ndims")
-            ]
-            yield Variant("R49", f"rotary positions{of} {name}", list(values), [*scales, *parts])
-
-
-def ladder(base: float, count: int, old: Tensor) -> Tensor:
-    return (base ** (-torch.arange(count).double() / count)).to(old)
 
 
 def refine(
@@ -236,40 +265,29 @@ def refine(
 # Attention.
 
 Order = Callable[[Tensor], Tensor]  # of heads [heads, size, ...]
+Changes = list[tuple[Tensor, Callable[[Tensor], Tensor]]]  # of values of tensors
 
 
-def attentions(model: Any) -> list[Any]:
-    """Return the attention modules with separate projections."""
-    return [
-        module
-        for module in model.modules()
-        if all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj"))
-    ]
-
-
-def head_size(model: Any, module: Any) -> int:
+def head_size(model: Any) -> int:
     config = model.config.get_text_config()
-    return int(getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    size = getattr(config, "head_dim", None)
+    return int(size or config.hidden_size // getattr(config, "num_attention_heads", 1))
 
 
-def rows_of_heads(
-    model: Any, names: tuple[str, ...], order: Order
-) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-    """Yield changes of projections whose rows, seen as [heads, size, ...], get another order."""
-    for module in attentions(model):
-        size = head_size(model, module)
-        for name in names:
-            for parameter in getattr(module, name).parameters():
-                if parameter.shape[0] % size == 0:
-                    yield parameter, partial(in_heads, size, order)
+def rows_of_heads(model: Any, names: tuple[str, ...], order: Order) -> Changes:
+    """Return changes of projections whose rows, seen as [heads, size, ...], get another order."""
+    of_heads = partial(in_heads, head_size(model), order)
+    return [change for name in names for change in reordered(model, (name,), of_heads)]
 
 
 def in_heads(size: int, order: Order, old: Tensor) -> Tensor:
+    if len(old) % size:
+        return old
     return order(old.reshape(-1, size, *old.shape[1:])).reshape(old.shape).contiguous()
 
 
 def attention_variants(model: Any) -> Iterator[Variant]:
-    config = model.config.get_text_config()
+    config, size = model.config.get_text_config(), head_size(model)
     num_heads = int(getattr(config, "num_attention_heads", 1))
     num_shared = int(getattr(config, "num_key_value_heads", None) or num_heads)
     orders: dict[str, Order] = {"in reverse order": lambda heads: heads.flip(0)}
@@ -278,40 +296,24 @@ def attention_variants(model: Any) -> Iterator[Variant]:
     for name, order in orders.items() if num_shared > 1 else ():
         for names in (("k_proj", "v_proj"), ("k_proj",), ("v_proj",)):
             parts = " and ".join(part[0] for part in names)
-            yield Variant(
-                "R25.variant", f"the heads of {parts} {name}", list(rows_of_heads(model, names, order))
-            )
-    if 1 < num_shared < num_heads and all(hasattr(module, "o_proj") for module in attentions(model)):
-        yield shared_in_turn(model, num_heads, num_shared)
-    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
-    for without in (*((name,) for name in projections), projections):
-        biases = [
-            getattr(getattr(one, name, None), "bias", None) for one in attentions(model) for name in without
-        ]
-        known = [(bias, torch.zeros_like) for bias in biases if bias is not None]
-        yield Variant("R25.variant", f"no bias of {', '.join(without)}", list(known))
-
-
-def shared_in_turn(model: Any, num_heads: int, num_shared: int) -> Variant:
-    """Return the model whose query head h reads key-value head h modulo their number."""
+            yield Variant("R25.variant", f"the heads of {parts} {name}", rows_of_heads(model, names, order))
     in_turn = partial(regrouped, num_heads // num_shared, num_shared)
-
-    def of_columns(size: int, old: Tensor) -> Tensor:
-        return in_heads(size, in_turn, old.T).T.contiguous()
-
-    values = list(rows_of_heads(model, ("q_proj",), in_turn))
-    for module in attentions(model):
-        values.append((module.o_proj.weight, partial(of_columns, head_size(model, module))))
-    return Variant("R25.variant", "query heads that share keys and values in turn", values)
+    if 1 < num_shared < num_heads:
+        values = rows_of_heads(model, ("q_proj",), in_turn)
+        for one in model.modules():
+            if hasattr(one, "q_proj") and hasattr(one, "o_proj"):
+                of_columns: Order = lambda old: in_heads(size, in_turn, old.T).T.contiguous()  # noqa: E731
+                values.append((one.o_proj.weight, of_columns))
+        yield Variant("R25.variant", "query heads that share keys and values in turn", values)
 
 
 PAIRS = {"k and v": ("k_proj", "v_proj"), "gate and up": ("gate_proj", "up_proj")}
-FUSED = "gate_up_proj"  # of experts, [experts, gate and up, dim]
+FUSED = "gate_up_proj"  # a linear layer, or of experts [experts, gate and up, dim]
 SHARDS = (2, 4, 8)
 
 
 def pair_variants(model: Any) -> Iterator[Variant]:
-    """Yield two projections of the same shape exchanged, or joined and cut at the wrong places."""
+    """Yield projections that were exchanged, or joined and cut at the wrong places."""
     orders: dict[str, Order] = {"exchanged": lambda rows: rows.roll(len(rows) // 2, 0)}
     for count in SHARDS:
         orders[f"joined, then cut into {count} shards"] = partial(regrouped, count, 2)
@@ -319,7 +321,7 @@ def pair_variants(model: Any) -> Iterator[Variant]:
     orders["joined row by row, then cut once"] = partial(regrouped, 2, -1)
     for pair, names in PAIRS.items():
         for how, order in orders.items():
-            yield Variant("R25.variant", f"{pair} {how}", list(reordered(model, names, order)))
+            yield Variant("R25.variant", f"{pair} {how}", reordered(model, names, order))
 
 
 def regrouped(outer: int, inner: int, rows: Tensor, dim: int = 0) -> Tensor:
@@ -331,23 +333,25 @@ def regrouped(outer: int, inner: int, rows: Tensor, dim: int = 0) -> Tensor:
     return groups.transpose(dim, dim + 1).reshape(rows.shape)
 
 
-def reordered(
-    model: Any, names: tuple[str, str], order: Order
-) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-    """Yield changes of two projections whose rows, one after the other, get another order."""
+def reordered(model: Any, names: tuple[str, ...], order: Order) -> Changes:
+    """Return changes of projections whose rows, one after the other, get another order."""
 
-    def half(both: tuple[Tensor, Tensor], place: int, old: Tensor) -> Tensor:
-        return order(torch.cat(both)).chunk(2)[place].contiguous()
+    def part(joined: list[Tensor], place: int, old: Tensor) -> Tensor:
+        return order(torch.cat(joined)).split([len(one) for one in joined])[place].contiguous()
 
-    for module in model.modules():
-        first, second = (getattr(getattr(module, name, None), "weight", None) for name in names)
-        if first is not None and second is not None and first.shape == second.shape:
-            both = (first.data, second.data)
-            yield first, partial(half, both, 0)
-            yield second, partial(half, both, 1)
-        fused = getattr(module, FUSED, None) if names == PAIRS["gate and up"] else None
+    found: Changes = []
+    for module, leaf in itertools.product(model.modules(), ("weight", "bias")):
+        parts = [getattr(getattr(module, name, None), leaf, None) for name in names]
+        tensors = [one for one in parts if isinstance(one, nn.Parameter)]
+        if len(tensors) == len(names) and (len(names) != 2 or tensors[0].shape == tensors[1].shape):
+            joined = [one.data for one in tensors]
+            found += [(one, partial(part, joined, place)) for place, one in enumerate(tensors)]
+        fused = getattr(module, FUSED, None) if names == PAIRS["gate and up"] and leaf == "weight" else None
+        if isinstance(fused, nn.Linear):
+            found.append((fused.weight, lambda old: order(old).contiguous()))
         if isinstance(fused, nn.Parameter) and fused.shape[-2] == 2 * module.down_proj.shape[-1]:
-            yield fused, lambda old: order(old.transpose(0, 1)).transpose(0, 1).contiguous()
+            found.append((fused, lambda old: order(old.transpose(0, 1)).transpose(0, 1).contiguous()))
+    return found
 
 
 # MLP and norms.
@@ -386,16 +390,26 @@ def option_variants(model: Any) -> Iterator[Variant]:
         options = [(one, name, getattr(one, name, None)) for one in unique for name in names.split()]
         changed = [(one, name, change(old)) for one, name, old in options if isinstance(old, kind)]
         yield Variant("R52.variant" if names == WINDOW else "R54", title, attributes=changed)
-    factors: dict[str, list[tuple[nn.Module, float]]] = {}
+    factors: dict[str, list[tuple[nn.Module, Any]]] = {}
     for one in model.modules():
-        for name, value in vars(one).items():
-            if isinstance(value, float) and FACTOR.search(name):
+        for name, value in (vars(one) | dict(one.named_buffers(recurse=False))).items():
+            is_number = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+            if is_number and FACTOR.search(name):
                 factors.setdefault(name, []).append((one, value))
-    for name, found in factors.items():
+    # The scale of a rotary table does the same as that of attention; the one that is not 1 is in use.
+    for name, found in sorted(factors.items(), key=lambda item: float(item[1][0][1]) == 1.0):
+        value = float(found[0][1])
+        grid = sorted({*MULTIPLES, value, 1 / value} - {1.0}) if value > 0 else ()
         title = f"{name} of {type(found[0][0]).__name__}"
-        for done, power in (("left out", 0), ("applied twice", 2)):
-            changed = [(one, name, value**power) for one, value in found]
-            yield Variant("R54", f"{title} {done}", attributes=changed)
+        yield from scanned(partial(multiplied, title, name, found), tuple(grid), 1.0)
+
+
+def multiplied(title: str, name: str, found: list[tuple[nn.Module, Any]], by: float) -> Variant:
+    """Return the model with a number that its modules multiply by, times another."""
+    value = float(found[0][1])
+    done = {1 / value: "left out", value: "applied twice"}.get(by, f"times {by:.3g}")
+    cause = "R49" if "RotaryEmbedding" in title else "R54"
+    return Variant(cause, f"{title} {done}", attributes=[(one, name, old * by) for one, old in found])
 
 
 def norm_variants(model: Any) -> Iterator[Variant]:
@@ -432,27 +446,37 @@ def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
 
 def head_variants(model: Any) -> Iterator[Variant]:
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    yield Variant("R26.variant", "an output layer, or an embedding, of zeros", hooks=[(output, zeros)])
     if output.weight is not embedding.weight and output.weight.shape == embedding.weight.shape:
         values = [(output.weight, lambda old: embedding.weight.data)]
         yield Variant("R26.variant", "the embedding as output layer", list(values))
-    scale = getattr(embedding, "embed_scale", None)
-    if isinstance(scale, Tensor):
-        yield Variant("R54", "embeddings without their scale", [(scale, torch.ones_like)])
 
 
 def layer_variants(model: Any) -> Iterator[Variant]:
-    layers = list(getattr(model.get_decoder(), "layers", ()))
+    held: Any = getattr(model.get_decoder(), "layers", ())
+    layers = list(held)
     last = len(layers) - 1
     for number, layer in enumerate(layers) if last > 0 else ():
         if len(layers) <= MOST_LAYERS or number in (0, last):
             yield Variant("R25.variant", f"layer {number} skipped", hooks=[(layer, skip)])
-    for number, (one, two) in enumerate(itertools.pairwise(layers[: MOST_LAYERS + 1])):
-        here, there = dict(one.named_parameters()), dict(two.named_parameters())
-        pairs = [(here[n], there[n]) for n in here if n in there and here[n].shape == there[n].shape]
-        pairs += [(second, first) for first, second in pairs]
-        values = [(old, partial(replaced, new.data)) for old, new in pairs]
-        yield Variant("R25.variant", f"layers {number} and {number + 1} exchanged", list(values))
+    for name, order in orders_of_layers(len(layers)).items():
+        moved = [(held, str(place), held[source]) for place, source in enumerate(order) if place != source]
+        yield Variant("R25.variant", name, attributes=moved)
+
+
+def orders_of_layers(count: int) -> dict[str, list[int]]:
+    """Return which layer's weights each layer has: exchanged, or those of another pipeline stage."""
+    own = list(range(count))
+    found = {}
+    for number in own[: min(count - 1, MOST_LAYERS)]:
+        order = [*own[:number], number + 1, number, *own[number + 2 :]]
+        found[f"layers {number} and {number + 1} exchanged"] = order
+    for stages in SHARDS if count > 2 else ():
+        size = count // stages
+        for one, other in itertools.permutations(range(stages if count % stages == 0 else 0), 2):
+            here, there = range(one * size, (one + 1) * size), range(other * size, (other + 1) * size)
+            name = f"layers {here[0]} to {here[-1]} with the weights of layers {there[0]} to {there[-1]}"
+            found[name] = [*own[: here[0]], *there, *own[here[-1] + 1 :]]
+    return found
 
 
 def replaced(new: Tensor, old: Tensor) -> Tensor:
@@ -471,11 +495,19 @@ CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def changed_tensors(model: Any) -> Iterator[Variant]:
-    named = dict(model.named_parameters())
-    for name, parameter in named.items() if len(named) <= MOST_TENSORS else ():
+    """Yield changes of each tensor, of those of one name in all layers, and of all biases of a module."""
+    named = tensors_of(model)
+    groups: dict[str, list[Tensor]] = {}
+    for name, tensor in named.items():
+        alike = LAYER.sub("layers.*.", name)
+        module, _, leaf = alike.rpartition(".")
+        every = {alike, f"{module.rpartition('.')[0]}.*.bias" if leaf == "bias" else alike}
+        for one in {*every, name} if len(named) <= MOST_TENSORS else every:
+            groups.setdefault(one, []).append(tensor)
+    for name, tensors in groups.items():
         cause = "R26.rescaled" if any(word in name for word in VOCABULARY_WORDS) else "R25.variant"
         for how, change in CHANGED.items():
-            yield Variant(cause, f"{name} {how}", [(parameter, change)])
+            yield Variant(cause, f"{name} {how}", [(tensor, change) for tensor in tensors])
 
 
 # Experts.
@@ -486,26 +518,14 @@ def expert_variants(model: Any) -> Iterator[Variant]:
     routers_of = [one for one in choosing if type(one).__name__.lower().endswith("topkrouter")]
     for name, hook in ROUTINGS.items():
         yield Variant("R54", f"experts {name}", hooks=[(one, hook) for one in routers_of])
-    biases = [one.e_score_correction_bias for one in choosing if hasattr(one, "e_score_correction_bias")]
-    for name, change in (("in bfloat16", lambda old: old.bfloat16().to(old)), ("of zeros", torch.zeros_like)):
-        values = [(bias, change) for bias in biases]
-        yield Variant("R25.variant", f"a correction bias of the router {name}", values)
-    routers = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if name.endswith(("gate.weight", "router.weight")) and parameter.dim() == 2
-    ]
-    for by in (1, -1):
-        values = [(router, partial(torch.roll, shifts=by, dims=0)) for router in routers]
-        yield Variant("R25.variant", f"experts moved by {by:+d}", list(values))
+    biases = [getattr(one, CORRECTION) for one in choosing if hasattr(one, CORRECTION)]
+    values = [(bias, lambda old: old.bfloat16().to(old)) for bias in biases]
+    yield Variant("R25.variant", "a correction bias of the router in bfloat16", list(values))
     outputs = [p for name, p in model.named_parameters() if p.dim() == 3 and name.endswith("down_proj")]
     for rank, count in ((rank, shards) for shards in SHARDS for rank in range(shards)):
         values = [(p, partial(without_shard, rank, count)) for p in outputs if len(p) % count == 0]
         name = f"shard {rank} of {count} of the experts without an output"
         yield Variant("R25.variant", name, list(values))
-    names = ("shared_expert", "shared_experts")
-    shared = [module for name, module in model.named_modules() if name.endswith(names)]
-    yield Variant("R25.variant", "the shared expert skipped", hooks=[(module, zeros) for module in shared])
     gates = [module for name, module in model.named_modules() if name.endswith("shared_expert_gate")]
     opened = [(gate, lambda *args: torch.full_like(args[-1], 100.0)) for gate in gates]  # of a sigmoid
     yield Variant("R54", "the shared expert without its gate", hooks=list(opened))
@@ -517,10 +537,6 @@ def without_shard(rank: int, count: int, old: Tensor) -> Tensor:
     return new
 
 
-def zeros(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-    return torch.zeros_like(output)
-
-
 def weighed_by_logits(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     logits, _, chosen = output
     return logits, logits.gather(-1, chosen), chosen
@@ -530,13 +546,14 @@ def routed(score: Callable[..., Tensor], module: Any, args: Any, kwargs: Any, ou
     """Choose and weigh experts by another function of the router's logits [tokens, experts]."""
     logits, own, _ = output
     scores = score(logits.float())
-    chosen = torch.topk(scores + getattr(module, "e_score_correction_bias", 0.0), module.top_k, -1)[1]
+    chosen = torch.topk(scores + getattr(module, CORRECTION, 0.0), module.top_k, -1)[1]
     weights = scores.gather(-1, chosen)
     if getattr(module, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
     return logits, (weights * getattr(module, "routed_scaling_factor", 1.0)).to(own.dtype), chosen
 
 
+CORRECTION = "e_score_correction_bias"
 ROUTINGS: dict[str, Hook] = {
     "weighed by the router's logits, without a softmax": weighed_by_logits,
     "routed by a softmax": partial(routed, partial(torch.softmax, dim=-1)),

@@ -14,12 +14,7 @@ import numpy as np
 
 from consistency.case import BAD_RATIO, NEGLIGIBLE, Case, Explanation
 from consistency.causes import CAUSES, Finding, finding
-from consistency.checks.numerics import (
-    CHECKS_OF_NUMBERS,
-    LARGEST_SURPRISE,
-    MIN_RUN,
-    moves_of_dtype,
-)
+from consistency.checks.numerics import CHECKS_OF_NUMBERS, LARGEST_SURPRISE, MIN_RUN, moves_of_dtype
 from consistency.checks.shape import breaks, explained_by_key, onset, run_lengths, trend
 from consistency.measure import correlation, means_by
 from consistency.tensors import EVERY, TOWER, VOCABULARY_WORDS
@@ -41,6 +36,7 @@ EVERYWHERE = 0.9  # of the rows are bad where weights differ
 BEYOND_NOISE = 5.0  # times the level: more than a sound engine that rounds more than was published
 OF_NUMBERS = ("R37", "R38", "R44")  # what rounds log-probs says nothing of how tokens were drawn
 FEWEST_FOREIGN = 64  # tokens of rows with other tokens' log-probs
+AS_LIKELY = 0.4  # of the nats from the model's own tokens to those drawn by chance
 SHARED = 0.3  # correlation with the trainer's, at most, of log-probs of other tokens
 VISION_WORDS = (".visual.", "vision_tower", "multi_modal_projector")
 
@@ -490,11 +486,14 @@ def other_checkpoint(case: Case) -> Finding | None:
         first, share = np.abs(case.table.difference[case.table.turn_position == 0]).mean(), bad_share(case)
         is_large = case.mean_abs > BEYOND_NOISE * case.level and first > case.mean_abs / BAD_RATIO
         return finding("R33.related", share=share, first=first) if is_large and share > EVERYWHERE else None
+    scores, uniform = case.scores, np.log(max(case.setting.vocabulary_size, 2))
+    excess, entropy = (np.nanmean(values) for values in (-scores.logprob - scores.entropy, scores.entropy))
+    # Tokens of other weights are about as unlikely as drawn by chance.
     return finding(
-        "R33",
+        "R12.tokens" if excess < AS_LIKELY * (uniform - entropy) else "R33",
         correlation=case.measurement.metrics["logprob_pearson"],
         trainer=case.table.trainer.mean(),
-        uniform=-np.log(max(case.setting.vocabulary_size, 2)),
+        uniform=-uniform,
     )
 
 

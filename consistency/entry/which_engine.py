@@ -37,24 +37,9 @@ from consistency.source import (
     read_step,
     sampling_of,
 )
-from consistency.tensors import (
-    LEAST_NATS,
-    Fit,
-    StaleTensors,
-    find_stale_tensors,
-    fit,
-    nats_gained,
-)
+from consistency.tensors import LEAST_NATS, Fit, StaleTensors, find_stale_tensors, fit, nats_gained
 from consistency.tokens import Floats, Ints, Sequences
-from consistency.transforms import (
-    Prediction,
-    Replays,
-    bounded,
-    replay,
-    select_sample,
-    spread_rows,
-    usable_or,
-)
+from consistency.transforms import Prediction, Replays, bounded, replay, select_sample, spread_rows, usable_or
 from recorder import Record, RecordedStep
 from recorder.tables.columns import prompt_lengths
 

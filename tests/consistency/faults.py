@@ -408,6 +408,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "probabilities": ("R08", reported(lambda v, w: np.exp(v))),
     "wrong sign": ("R08", reported(lambda v, w: -v)),
     "logprob of the likeliest token": ("R09", with_transforms(reports=lambda rows: transforms.largest_logprob(rows, 0.0))),
+    "negative entropy": ("R08", with_transforms(reports=lambda rows: transforms.negative_entropy(rows, 0.0))),
     "shift by minus one": ("R11", reported(lambda v, w: np.roll(v, -1, axis=1))),
     "rows reversed": ("R11", reported(lambda v, w: v[:, ::-1])),
     "rows of a pack shifted": (
@@ -443,7 +444,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "MXFP4": ("R44", variant("weights in float4, groups of 32")),
     "few tokens far off": ("R42", reported(few_far_off)),
     "half the adapter": ("R32", half_the_adapter),
-    "rotary table times 1.4": ("R49", variant("a rotary table times 1.4")),
+    "attention scores doubled": ("R54", variant("scaling of LlamaAttention times 2")),
     "every third token": ("R45", reported(noisy(slice(2, None, 3), 0.7))),
     "divided by the temperature": ("R08", divided_by_the_temperature),
     "temperature of some rows": (
@@ -467,7 +468,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "a tensor transposed": ("R25", variant("model.layers.1.self_attn.o_proj.weight transposed")),
     "a skipped norm": ("R25", variant("post_attention_layernorm skipped")),
     "another activation": ("R54", variant("the activation relu")),
-    "output layer of zeros": ("R26", variant("an output layer, or an embedding, of zeros")),
+    "output layer of zeros": ("R26", variant("lm_head.weight zero")),
     "soft cap": ("R50", with_transforms(**both(transforms.soft_cap, cap=5.0))),
     "narrow window": ("R52", narrow_window),
     "vocabulary padding": ("R53", with_transforms(**both(transforms.padded_vocabulary, num_padding=64.0))),

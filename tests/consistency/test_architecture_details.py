@@ -2,52 +2,70 @@
 
 import json
 import shutil
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import model_families as families
-from consistency.alternatives.variants import over_ranks, scored_with, variant_alternatives, variants_of
+from consistency.alternatives import variants
+from consistency.alternatives.variants import permuted_experts, scored_with, variant_alternatives, variants_of
 from consistency.score import load_scorer, score_logprobs
 from consistency.tokens import Completion, sequences_from_completions
 
 LOCAL = {"rope_type": "default", "rope_theta": 1e4}
-SCALED = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
-ROPE = {"sliding_attention": LOCAL, "full_attention": SCALED}
-RANKS = {"q_norm": lambda *given: over_ranks(2, *given), "k_norm": lambda *given: over_ranks(2, *given)}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+ROPE = {"rope_parameters": {"sliding_attention": LOCAL, "full_attention": LINEAR}}
 
-
+# A detail is an option of the engine's config or, without one, the variant itself.
 DETAILS = [
-    ("granite", {"residual_multiplier": 1.0}, {}, "residual_multiplier of GraniteDecoderLayer left out"),
-    ("deepseek_v3", {"routed_scaling_factor": 6.25}, {}, "routed_scaling_factor of DeepseekV3TopkRouter"),
-    ("mistral", {"sliding_window": 9}, {}, "a window one token wider"),
-    ("gpt_neox", {"use_parallel_residual": False}, {}, "attention beside the MLP, or before it"),
-    ("gemma3_text", {"rope_parameters": ROPE}, {}, "positions of full_attention layers divided by 8"),
-    ("olmo2", {}, RANKS, "q_norm and k_norm over each of 2 ranks alone"),
-    ("qwen2_moe", {}, {"shared_expert_gate": lambda *given: given[-1] + 99}, "without its gate"),
+    ("granite", {"residual_multiplier": 1.0}, "residual_multiplier of GraniteDecoderLayer left out"),
+    ("deepseek_v3", {"routed_scaling_factor": 6.25}, "routed_scaling_factor of DeepseekV3TopkRouter"),
+    ("gemma3_text", {"query_pre_attn_scalar": 9}, "scaling of Gemma3Attention times 1.33"),
+    ("mistral", {"sliding_window": 9}, "a window one token wider"),
+    ("gpt_neox", {"use_parallel_residual": False}, "attention beside the MLP, or before it"),
+    ("gemma3_text", ROPE, "positions of full_attention layers divided by 8"),
+    ("olmo2", {}, "q_norm and k_norm over each of 2 ranks alone"),
+    ("qwen2_moe", {}, "the shared expert without its gate"),
+    ("gpt_oss", {}, "model.layers.*.self_attn.sinks zero"),
+    ("deepseek_v3", {}, "model.layers.*.mlp.gate.e_score_correction_bias zero"),
+    ("qwen3", {}, "layers 0 to 1 with the weights of layers 2 to 3"),
+    ("qwen3_moe", {}, "in another order, such as [1, 0, 2, 3] in the first"),
 ]
 
 
-def sides(family, options, hooks, tmp_path):
-    """Return the trainer, and rows with the log-probs of an engine with the details."""
-    families.write_tiny(family, str(tmp_path / "model"))
-    config = shutil.copytree(tmp_path / "model", tmp_path / "engine") / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | options))
+def in_another_order(model):
+    for number, layer in enumerate(model.model.layers):
+        order = torch.tensor([3, 1, 0, 2] if number else [1, 0, 2, 3])
+        for tensor in layer.mlp.experts.parameters(recurse=False):
+            tensor.data = tensor.data[order]
+
+
+def sides(family, options, name, tmp_path):
+    """Return the trainer, and rows with the log-probs of an engine with the detail."""
+    families.write_tiny(family, str(tmp_path / "tiny"))
+    for side, changed in (("model", {}), ("engine", options)):
+        config = shutil.copytree(tmp_path / "tiny", tmp_path / side) / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | changed))
     engine, trainer = (load_scorer(str(tmp_path / side)) for side in ("engine", "model"))
-    for path, module in engine.model.named_modules():
-        if (hook := hooks.get(path.rpartition(".")[2])) is not None:
-            module.register_forward_hook(hook, with_kwargs=True)
     ids = np.random.default_rng(0).integers(3, 103, (12, 40))
     rows = sequences_from_completions([Completion(row[:8], row[8:], np.zeros(32)) for row in ids])
-    rows.engine_logprobs[rows.scored] = score_logprobs(engine, rows)
+    planted = [one for one in variants_of(engine.model) if not options and one.name == name]
+    if "order" in name:
+        in_another_order(engine.model)
+    with ExitStack() as stack:
+        for one in planted:
+            stack.enter_context(one.applied())
+        rows.engine_logprobs[rows.scored] = score_logprobs(engine, rows)
     return trainer, rows
 
 
-@pytest.mark.parametrize(("family", "options", "hooks", "name"), DETAILS)
-def test_a_variant_with_the_name_of_the_detail_computes_what_the_engine_does(
-    family, options, hooks, name, tmp_path
-):
-    trainer, rows = sides(family, options, hooks, tmp_path)
+@pytest.mark.parametrize(
+    ("family", "options", "name"), [detail for detail in DETAILS if detail[1] and "times" not in detail[2]]
+)
+def test_a_variant_with_the_name_of_the_detail_computes_what_the_engine_does(family, options, name, tmp_path):
+    trainer, rows = sides(family, options, name, tmp_path)
     engine = rows.engine_logprobs[rows.scored]
     assert np.abs(score_logprobs(trainer, rows) - engine).max() > 0.5
     named = [variant for variant in variants_of(trainer.model) if name in variant.name]
@@ -55,11 +73,13 @@ def test_a_variant_with_the_name_of_the_detail_computes_what_the_engine_does(
 
 
 # Hundreds of variants compete: seconds a family.
-COMPETING = [
-    pytest.param(*detail, marks=[pytest.mark.long] * (detail[0] != "qwen2_moe")) for detail in DETAILS
-]
+QUICK = ("qwen2_moe", "qwen3_moe")
+COMPETING = [pytest.param(*detail, marks=[pytest.mark.long] * (detail[0] not in QUICK)) for detail in DETAILS]
 
 
-@pytest.mark.parametrize(("family", "options", "hooks", "name"), COMPETING)
-def test_a_detail_that_differs_is_named_among_all_variants(family, options, hooks, name, tmp_path):
-    assert name in variant_alternatives(*sides(family, options, hooks, tmp_path), 1.0)[0].name
+@pytest.mark.parametrize(("family", "options", "name"), COMPETING)
+def test_a_detail_that_differs_is_named_among_all_variants(family, options, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(variants, "TOKENS_TO_SCREEN", 64)
+    trainer, rows = sides(family, options, name, tmp_path)
+    search = permuted_experts if "order" in name else variant_alternatives
+    assert name in search(trainer, rows, 1.0)[0].name

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from peft import LoraConfig, get_peft_model
 
+from areal_core.engine.model import load_model
 from areal_debug.verbs import consistency
 from consistency import transforms
 from consistency.tokens import Sequences
@@ -21,6 +23,16 @@ def test_a_stale_engine_is_named_by_the_previous_checkpoint(record, model, tmp_p
     newer = save_model(tmp_path / "newer", seed=9)
     code, found = judged(record, "--model", newer, "--previous", model)
     assert (code, found["causes"][0]["id"]) == (1, "R24")
+
+
+def test_the_base_of_an_adapter_is_what_the_engine_may_have(record, model, tmp_path):
+    adapted = get_peft_model(load_model(str(model)), LoraConfig(r=2, target_modules=["v_proj", "o_proj"]))
+    for name, parameter in adapted.named_parameters():
+        parameter.data += 0.3 * ("lora_B" in name)
+    adapted.save_pretrained(tmp_path / "adapter")
+    code, found = judged(record, "--model", tmp_path / "adapter")
+    assert (code, found["model"]) == (1, str(tmp_path / "adapter"))
+    assert [found["causes"][0][key] for key in ("id", "name")] == ["R32", "adapter not loaded in the engine"]
 
 
 def test_a_mistyped_model_is_refused_before_anything_is_loaded(record):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from consistency import transforms
-from consistency.alternatives.probes import cut_prompts
+from consistency.alternatives.probes import cut_prompts, partial_alternatives
 from consistency.alternatives.variants import variants_of
 from consistency.checks import recognise
 from consistency.diagnose import Diagnosis, diagnose
@@ -136,7 +136,7 @@ def test_few_tokens_make_a_healthy_verdict_less_sure():
     assert (found.verdict, found.causes[0].confidence) == ("healthy", 0.75)
 
 
-LEFT_OUT = "rotary positions without the scaling of the config", "no bias of q_proj, k_proj, v_proj, o_proj"
+LEFT_OUT = "rotary positions without the scaling of the config", "model.layers.*.self_attn.*.bias zero"
 
 
 @pytest.mark.parametrize("name", [LEFT_OUT[0], pytest.param(LEFT_OUT[1], marks=pytest.mark.long)])
@@ -156,6 +156,17 @@ def test_what_explains_the_difference_has_no_second_cause(name, cause):
     assert [finding.id for finding in diagnosed(name).causes] == [cause]
 
 
+def test_a_tied_output_layer_that_kept_its_values_is_named():
+    now = scorer_of(peaked_model(tie_word_embeddings=True))
+    old = moved(now, 0)
+    engine = dataclasses.replace(now, head=old.head)
+    rows = dataclasses.replace(world(), trainer=now).sample(engine)
+    rows.engine_logprobs[rows.scored] = score(engine, rows).logprob
+    tied = partial_alternatives(now, old, rows, 1.0)[0]
+    assert (tied.cause, tied.name) == ("R26.tied", "the output layer of the previous checkpoint")
+    assert np.abs(tied.logprobs - rows.engine_logprobs[rows.scored]).max() < 1e-5
+
+
 def test_two_faults_at_once_are_both_named():
     rounded = with_transforms(
         reports=transforms.bfloat16_logits, draws=functools.partial(transforms.top_k, top_k=20)
@@ -168,18 +179,19 @@ def test_a_tensor_without_effect_on_the_tokens_is_no_likelier_than_noise():
     assert (nats, noise) == (pytest.approx(-4 * np.log(2.0)), 2.0)
 
 
-@pytest.mark.parametrize(("correlation", "first"), [(0.1, "R33"), (0.9, "R27")])
-def test_a_token_bias_is_less_sure_than_other_weights_where_nothing_is_alike(correlation, first):
+@pytest.mark.parametrize(("shared", "excess", "first"), [(0.1, 3, "R33"), (0.1, 0.5, "R12"), (0.9, 3, "R27")])
+def test_where_nothing_is_alike_other_weights_or_tokens_are_surer_than_a_bias(shared, excess, first):
     ids = np.repeat(np.arange(30), 20)
     columns = {"sequence": ids, "position": ids, "turn_position": ids, "trainer": np.full(600, -4.7)}
     table = SimpleNamespace(token_id=ids, difference=-1.0 - ids / 10, **columns)
     case = SimpleNamespace(
         unexplained=True,
         table=table,
+        scores=SimpleNamespace(logprob=np.full(9, -2.0 - excess), entropy=np.full(9, 2.0)),
         level=0.01,
         mean_abs=2.4,
         setting=SimpleNamespace(added_token_ids=frozenset(), vocabulary_size=100),
-        measurement=SimpleNamespace(metrics={"mean_abs": 2.4, "logprob_pearson": correlation}),
+        measurement=SimpleNamespace(metrics={"mean_abs": 2.4, "logprob_pearson": shared}),
     )
     found = [finding for finding in (recognise.token_bias(case), recognise.other_checkpoint(case)) if finding]
     assert max(found, key=lambda finding: finding.confidence).id == first

@@ -111,10 +111,7 @@ def around(level, size: float = 0.05, seed: int = 5) -> np.ndarray:
 
 # The expected alarm, and the problem.
 TROUBLES = {
-    "flat reward": (
-        "D01",
-        changed(reward=lambda r: around(0.3), eval_reward=lambda r: around(0.3, seed=6)),
-    ),
+    "flat reward": ("D01", changed(reward=lambda r: around(0.3), eval_reward=lambda r: around(0.3, seed=6))),
     "falling reward": (
         "D01",
         changed(reward=lambda r: around(ramp(0.6, 0.2, 0.0)), eval_reward=lambda r: around(0.3, seed=6)),

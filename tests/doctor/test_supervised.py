@@ -96,8 +96,7 @@ def test_the_loss_of_a_policy_with_a_reward_is_not_judged(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "alarm"),
-    [("loss", around(1.4, 0.08), "D06"), ("reward", around(0.4, 0.05), "D01")],
+    ("name", "values", "alarm"), [("loss", around(1.4, 0.08), "D06"), ("reward", around(0.4, 0.05), "D01")]
 )
 def test_a_level_late_in_a_run_is_no_finding(tmp_path, name, values, alarm):
     file = write_stats(tmp_path, {name: values}, {name: name}) / "stats.jsonl"

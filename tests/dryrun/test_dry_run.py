@@ -141,11 +141,7 @@ def test_states_are_exact_to_the_byte(tiny_model):
     tensors = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     real = [
         sum(tensor.nbytes for tensor in group)
-        for group in (
-            list(model.parameters()),
-            tensors,
-            [parameter.grad for parameter in model.parameters()],
-        )
+        for group in (list(model.parameters()), tensors, [parameter.grad for parameter in model.parameters()])
     ]
     shape = read_shape(actor)
     assert [part.size_bytes for part in state_parts(actor, shape, Parallel())] == real

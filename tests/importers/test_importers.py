@@ -37,11 +37,7 @@ CASES = {
     "areno": ("areno", lines.write_areno, "reward groups advantages"),
     "areal, padded": ("areal", pickled.write_areal_padded, "reward groups versions"),
     "areal, a list": ("areal", pickled.write_areal_list, "reward groups versions"),
-    "areal, an older TensorDict": (
-        "areal",
-        pickled.write_areal_older_tensordict,
-        "reward groups versions",
-    ),
+    "areal, an older TensorDict": ("areal", pickled.write_areal_older_tensordict, "reward groups versions"),
     "areal, a TensorDict": ("areal", pickled.write_areal_tensordict, "reward groups versions"),
 }
 TEXT = {

@@ -55,11 +55,7 @@ FILES = {
         "completions/completions_00002.parquet",
     ),
     "verl-text": (lines.write_verl_text, "1.jsonl", "2.jsonl"),
-    "roll-text": (
-        lines.write_roll_text,
-        "rollout_dump_data.step_1.jsonl",
-        "rollout_dump_data.step_2.jsonl",
-    ),
+    "roll-text": (lines.write_roll_text, "rollout_dump_data.step_1.jsonl", "rollout_dump_data.step_2.jsonl"),
 }
 
 

@@ -108,8 +108,7 @@ def kill_at_random_times(root, num_ranks, queue_steps, keep_last, trials):
         committed = os.open(root / f"{trial}.committed", os.O_CREAT | os.O_WRONLY)
         ranks = [
             fork.Process(
-                target=record_and_print,
-                args=(committed, rank, root / str(trial), num_ranks, gather, options),
+                target=record_and_print, args=(committed, rank, root / str(trial), num_ranks, gather, options)
             )
             for rank, gather in enumerate(gatherers(num_ranks))
         ]

@@ -96,12 +96,7 @@ class FakeServer:
         replies = {
             "/health": {},
             "/model_info": {"weight_version": self.weight_version, **self.model_info},
-            "/server_info": {
-                "device": "cpu",
-                "dtype": "float32",
-                "enable_lora": False,
-                **self.server_info,
-            },
+            "/server_info": {"device": "cpu", "dtype": "float32", "enable_lora": False, **self.server_info},
         }
         return web.json_response(replies[request.path])
 

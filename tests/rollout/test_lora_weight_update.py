@@ -164,8 +164,7 @@ def test_a_server_that_lost_the_loaded_adapter_is_named(start_fake, update_of, a
     fake = start_fake()
     fake.refuse["/load_lora_adapter"] = (200, {"success": True, "loaded_adapters": {}})
     with pytest.raises(
-        WeightUpdateFailed,
-        match=rf"{fake.server.address} reports the adapters \[\] after tiny-v1 was loaded",
+        WeightUpdateFailed, match=rf"{fake.server.address} reports the adapters \[\] after tiny-v1 was loaded"
     ):
         update_of(fake.server).send(AdapterTensors(adapted, torch.device("cpu")), 1)
 

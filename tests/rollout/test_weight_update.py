@@ -55,10 +55,7 @@ def test_disk_update_pauses_loads_resumes_and_leaves_no_files(start_fake, pool_o
     folder = str(tmp_path / "update" / "v3")
     assert fake.calls == [
         ("/pause_generation", {"mode": "abort"}),
-        (
-            "/update_weights_from_disk",
-            {"model_path": folder, "weight_version": "3", "flush_cache": True},
-        ),
+        ("/update_weights_from_disk", {"model_path": folder, "weight_version": "3", "flush_cache": True}),
         ("/continue_generation", {}),
     ]
     assert written.keys() == WEIGHTS.keys()

@@ -40,10 +40,7 @@ def batch():
 
 
 def objective(**options):
-    defaults = {
-        "kl_ctl": 0.0,
-        "reward_norm": NormConfig(mean_level="group", std_level=None, group_size=2),
-    }
+    defaults = {"kl_ctl": 0.0, "reward_norm": NormConfig(mean_level="group", std_level=None, group_size=2)}
     return PolicyObjective(PPOActorConfig(**defaults | options), lambda tensor: tensor, Stats())
 
 

@@ -9,12 +9,7 @@ from areal_core.trainer.reward_model import RWTrainer
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.sft import SFTTrainer
 
-METHODS = {
-    GRPOConfig: PPOTrainer,
-    SFTConfig: SFTTrainer,
-    RWConfig: RWTrainer,
-    DPOConfig: DPOTrainer,
-}
+METHODS = {GRPOConfig: PPOTrainer, SFTConfig: SFTTrainer, RWConfig: RWTrainer, DPOConfig: DPOTrainer}
 
 
 def config_of(method):

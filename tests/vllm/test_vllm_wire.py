@@ -26,10 +26,7 @@ def reply(**changes) -> bytes:
         "finish_reason": "length",
         "token_ids": [7, 9],
         "logprobs": {"content": entries},
-        "weight_versions": [
-            {"version": "3", "start": 0, "end": 1},
-            {"version": "4", "start": 1, "end": 2},
-        ],
+        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
     }
     return json.dumps({"request_id": "generate-tokens-r-1", "choices": [choice | changes]}).encode()
 

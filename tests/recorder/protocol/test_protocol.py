@@ -177,9 +177,7 @@ def explore_resume(num_steps, first_step):
 
     with simulation.installed():
         first = Explorer(
-            simulation.machine,
-            [recording(simulation, 0, 1, range(num_steps), None)],
-            check_crash=collect,
+            simulation.machine, [recording(simulation, 0, 1, range(num_steps), None)], check_crash=collect
         )
         first.run(begun(simulation))
         states = crashes = 0
@@ -340,12 +338,7 @@ def removed_with_the_rest(folder, committed_by):
 MUTANTS = {
     "step.json before its files are on the disk": (two_ranks, tensors, "write_durably", without_fsync),
     "the folder of a step without fsync": (two_ranks, step_files, "sync", lambda path: None),
-    "rank 0 does not wait for manifests": (
-        two_ranks,
-        writing,
-        "collect_rank_manifest",
-        without_waiting,
-    ),
+    "rank 0 does not wait for manifests": (two_ranks, writing, "collect_rank_manifest", without_waiting),
     "a header without the folder of steps": (two_ranks, header, "sync", lambda path: None),
     "retention records a gap after the removal": (retained, KeptSteps, "make_room", removing_first),
     "the folder is cleared before the lock": (

@@ -172,11 +172,7 @@ class Durations:
 
 
 def make_schedule(
-    seed: int,
-    num_servers: int,
-    num_requests: int,
-    durations: Durations,
-    kinds: tuple[str, ...] = KINDS,
+    seed: int, num_servers: int, num_requests: int, durations: Durations, kinds: tuple[str, ...] = KINDS
 ) -> list[Fault]:
     """Return the faults of a run.
 
