@@ -101,6 +101,8 @@ def observed_in(run: Run, rows: Rows | None) -> set[str]:
         "end_tokens": bool(end_tokens(rows.record)) and bool(rows.stopped.any()),
         "begin_tokens": bool(tokens_named(rows.record, "bos_token_id")),
         "rewards": bool(np.isfinite(rows.reward).any()),
+        "advantages": bool(np.isfinite(rows.advantage).any()),
+        "reference": bool(np.isfinite(rows.apart).any()),
         "trainer_logprobs": bool(np.isfinite(rows.difference).any()),
     }
     return found | {name for name, is_there in of_rows.items() if is_there}

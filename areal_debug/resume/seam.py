@@ -20,7 +20,7 @@ import numpy as np
 from areal_debug.doctor.names import words_of
 from areal_debug.doctor.read import Run, flat, read_run
 from areal_debug.doctor.rows import is_record
-from areal_debug.doctor.samples.ends import surprises
+from areal_debug.doctor.samples.ends import COPIED_NATS, surprises
 from areal_debug.doctor.samples.read import Rows, read_rows
 from areal_debug.doctor.series import Floats, Series
 from areal_debug.doctor.sources.plain_files import UnreadableRun
@@ -34,7 +34,6 @@ JUMP = 6.0  # times what a quantity usually moves by from step to step
 LEAST_SHARE = 0.02  # of a value: a smaller change is none
 NOTHING_LEFT = 0.1  # of the KL before: below, the reference is the policy
 FEWEST = 4  # prompts or samples that begin again
-COPIED_NATS = 12.0
 OPTIMIZERS = ("optimizer.pt", "optim.pt", "optimizer.pth", "optimizer_state.pt")
 VERSIONS = ("version", "weight_version", "policy_version", "trainer_version", "weights_version")
 SIZES = {"batch", "size", "parallel", "gpus", "nodes", "accumulation", "samples", "generations", "length", "world", "ranks"}  # fmt: skip
@@ -409,20 +408,12 @@ def judge_version(before: Segment, after: Segment) -> Found | None:
 
 def kl_of(side: Segment) -> Floats:
     """Return the KL to the reference before each step, of rows, or else as logged."""
-    found = []
-    for step in [] if side.run.record is None else map(side.run.record.step, side.run.record.steps):
-        apart = []
-        for rank in step.ranks:
-            try:
-                own = step.learning(rank, ["prox_logp", "ref_logp"])
-            except (StepNotRecorded, KeyError):
-                return side.values("reference_kl")
-            trained = step.batch(rank, ["loss_mask"])["loss_mask"].astype(bool)[1:]
-            apart.append((own["prox_logp"].astype(np.float64) - own["ref_logp"])[:-1][trained])
-        d = np.concatenate(apart)
-        found.append(float(np.mean(np.expm1(-d) + d)) if len(d) else np.nan)
-    known = np.array(found)
-    return known[np.isfinite(known)] if np.isfinite(known).any() else side.values("reference_kl")
+    rows = side.rows
+    known = np.zeros(0, bool) if rows is None else np.isfinite(rows.apart)
+    if rows is None or not known.any():
+        return side.values("reference_kl")
+    steps = np.unique(rows.step[known])
+    return np.array([rows.apart[known & (rows.step == step)].mean() for step in steps])
 
 
 def judge_reference(before: Segment, after: Segment) -> Found | None:

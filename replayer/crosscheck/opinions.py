@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import inf, isnan
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from replayer.crosscheck.frameworks import FRAMEWORKS, CannotRun, Framework, des
 from replayer.crosscheck.model_pass import ModelPass, load_pass
 from replayer.crosscheck.options import KNOWN, STAGES, Change, Explanation, Options, explain, sentence
 from replayer.crosscheck.step_rows import Bools, Floats, StepRows, Update
-from replayer.crosscheck.their_configs import Configured, options_of
+from replayer.crosscheck.their_configs import TABLES, Configured, options_of
 from replayer.crosscheck.twin import (
     UNIT,
     Bounded,
@@ -33,14 +34,13 @@ from replayer.crosscheck.twin import (
 from replayer.errors import WrongModel
 
 SMALLEST = 2.0**-126
+OF_PARTS = 1e-5  # that a sum of logged parts may be off
+SMALL_MODEL = 2 * 10**9  # bytes of weights that are loaded to see in which dtype a run computed
+PARTS: dict[str, list[str]] = TABLES["parts"]
 NO_GRADIENT = 1e-7  # norm of a gradient that is 0 but for the rounding of recorded log-probs
 OURS = "ppo_actor/"
-# Statistics of the rewards of all rows, by trainer: ours, TRL's, slime's, NeMo-RL's, verl's.
-REWARD_STATISTICS = {
-    f"{OURS}task_reward/avg": "avg", f"{OURS}task_reward/max": "max", f"{OURS}task_reward/min": "min",
-    "reward": "avg", "rollout/raw_reward": "avg", "train/reward": "avg",
-    "critic/score/mean": "avg", "critic/score/max": "max", "critic/score/min": "min",
-}  # fmt: skip
+# Statistics of the rewards of all rows, by trainer.
+REWARD_STATISTICS: dict[str, str] = TABLES["rewards"]
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class Observation:
         return np.where(np.isnan(self.recorded), 0.0, np.where(np.isnan(misfit), np.inf, misfit))
 
 
-def observations_of(rows: StepRows) -> list[Observation]:
+def observations_of(rows: StepRows, configured: Options) -> list[Observation]:
     """List what was recorded of the stages before the loss, in the order of computation."""
     found = [
         statistic(rows, "rewards", name, how, lambda _: exactly(rows.rewards))
         for name, how in REWARD_STATISTICS.items()
         if name in rows.stats
     ]
-    found += mask_observations(rows)
+    found += mask_observations(rows, configured)
     recorded = rows.tensors
     if "kl_rewards" in recorded:
         found.append(Observation("kl", "kl_rewards", recorded["kl_rewards"], partial(kl_rewards, rows)))
@@ -80,7 +80,7 @@ def observations_of(rows: StepRows) -> list[Observation]:
             total = np.where(rows.mask, recorded["total_rewards"] - recorded["kl_rewards"], 0.0).sum(1)
             found.append(Observation("advantages", "normalised rewards", total, partial(terminal, rows)))
     if "advantages" in recorded:
-        counted = where_counted(rows, recorded["advantages"])
+        counted = where_counted(rows, recorded["advantages"], configured)
         return [*found, Observation("advantages", "advantages", counted, partial(advantages_of, rows))]
     return found + [
         statistic(rows, "advantages", name, how, lambda o: advantages_of(rows, o).at(mask_of(rows, o)))
@@ -104,13 +104,13 @@ def terminal(rows: StepRows, options: Options) -> Bounded:
     return Bounded(np.where(counts, found.value, 0.0), found.error + 4 * UNIT * size)
 
 
-def mask_observations(rows: StepRows) -> list[Observation]:
+def mask_observations(rows: StepRows, configured: Options) -> list[Observation]:
     found = []
     if f"{OURS}n_valid_tokens" in rows.stats:
         count = np.asarray(rows.stats[f"{OURS}n_valid_tokens"])
         found.append(Observation("mask", "n_valid_tokens", count, lambda o: exactly(mask_of(rows, o).sum())))
     if "advantages" in rows.tensors:
-        advantages = where_counted(rows, rows.tensors["advantages"])
+        advantages = where_counted(rows, rows.tensors["advantages"], configured)
         has_any: Bools = np.asarray(np.nan_to_num(advantages).any(1))
         known = has_any[:, None] & ~np.isnan(advantages)
         found.append(
@@ -122,10 +122,10 @@ def mask_observations(rows: StepRows) -> list[Observation]:
     return found
 
 
-def where_counted(rows: StepRows, values: Floats) -> Floats:
+def where_counted(rows: StepRows, values: Floats, configured: Options) -> Floats:
     """Return values with nan at tool tokens and in rows that do not count: some give a row one number."""
     tools = mask_of(rows, Options(mask="everything after the prompt")) & ~rows.mask
-    return np.where(tools | ~rows.mask.any(1, keepdims=True), np.nan, values)
+    return np.where(tools | ~mask_of(rows, configured).any(1, keepdims=True), np.nan, values)
 
 
 def exactly(values: object) -> Bounded:
@@ -265,7 +265,7 @@ class Comparison:
 
     def run(self) -> Opinion:
         """Compare all stages."""
-        observed = observations_of(self.rows)
+        observed = observations_of(self.rows, self.configured.options)
         for stage in BEFORE_LOSS:
             self.compare([one for one in observed if one.stage == stage], stage)
         self.compare_loss()
@@ -384,6 +384,8 @@ class Comparison:
 
     def compare_loss(self) -> None:
         self.updates, reasons = self.known_updates()
+        if self.differs_by_parts():
+            return
         compared = [update for update in self.updates if update.loss is not None]
         if not compared:
             reason = "the record has no loss" if self.updates else "; ".join(reasons)
@@ -427,12 +429,46 @@ class Comparison:
             **self.moved_rows(wrong, own, found.changes),
         )
 
+    def differs_by_parts(self) -> bool:
+        """Compare the logged loss with its logged parts, and add a difference that a weight explains."""
+        stats = self.rows.stats
+        logged = {part: [stats[name] for name in names if name in stats] for part, names in PARTS.items()}
+        needed = {"kl": self.base.kl_coef, "entropy": self.base.entropy_coef, "total": 1.0, "policy": 1.0}
+        lacks = any(weight and not logged[part] for part, weight in needed.items())
+        if self.framework is not None or lacks:
+            return False
+        total, policy, kl, entropy = (next(iter(logged[part]), 0.0) for part in PARTS)
+        allowed = OF_PARTS * (abs(total) + abs(policy))
+
+        def added(options: Options) -> float:
+            return policy + options.kl_coef * kl - options.entropy_coef * entropy
+
+        def misfit(options: Options) -> float:
+            return misfit_of(total, added(options), allowed)
+
+        if misfit(self.base) <= 1:
+            return False
+        counts = self.configured.counts.values()
+        found = explain(self.base, self.base, ["loss"], misfit, pairs=False, counts=counts)
+        if found.changes:
+            place = {"recorded": total, "recomputed": added(self.base), "allowed": allowed}
+            self.differs("loss", "the loss and its logged parts", found, **place)
+        return bool(found.changes)
+
     def known_updates(self) -> tuple[list[Update], list[str]]:
         rows, options = self.rows, self.base
         if reason := self.configured.unchecked.get("loss"):
             return [], [reason]
         if missing := self.missing():
             return [], [missing]
+        if options.objective != "policy":
+            is_lacking = options.objective == "preference" and "ref_logp" not in rows.tensors
+            reasons = ["the record has no log-probs of the reference"] if is_lacking else []
+            reasons += [self.no_model] if self.current() is None else []
+            return ([] if reasons else list(rows.updates)), reasons
+        with_entropy = any(update.with_kl for update in rows.updates) and options.entropy_coef
+        if with_entropy and "entropy" not in rows.tensors:
+            return [], ["the record has no entropies of its tokens, which the loss needs"]
         if "advantages" not in rows.tensors:
             doubted = next((one for one in self.found if one.stage == "advantages"), None)
             if doubted is not None and doubted.is_unexplained:
@@ -459,7 +495,8 @@ class Comparison:
         """Return the log-probs that the optimizer steps start from, if they are known or cancel."""
         if (current := self.rows.tensors.get("current_logp")) is not None:
             return current
-        if self.base.old_logprobs == "current" and self.base.kl_coef == 0.0:
+        is_one = self.base.old_logprobs == "current" and self.base.objective == "policy"
+        if is_one and self.base.kl_coef == 0.0:
             return np.zeros(self.rows.mask.shape)
         return None
 
@@ -468,7 +505,9 @@ class Comparison:
         rows = self.rows
         current = self.current()
         assert current is not None
-        if "advantages" in rows.tensors:
+        if options.objective != "policy":
+            advantages = Bounded(np.ones(rows.mask.shape), np.zeros(rows.mask.shape))
+        elif "advantages" in rows.tensors:
             advantages = Bounded(everywhere(rows), np.zeros(rows.mask.shape))
         else:
             stages = self.open_stages("loss")
@@ -486,8 +525,11 @@ class Comparison:
         return replace(found, value=value, gradient=gradient)
 
     def twin_loss(self, update: Update, options: Options) -> Loss:
-        options = options if update.with_kl else replace(options, kl_coef=0.0, entropy_coef=0.0)
-        return loss_of(self.inputs(update, options), options)
+        found = loss_of(self.inputs(update, options), options)
+        if update.with_kl:
+            return found
+        options = replace(options, kl_coef=0.0, entropy_coef=0.0)
+        return replace(loss_of(self.inputs(update, options), options), gradient=found.gradient)
 
     def moved_rows(self, update: Update, found: Loss, changed: tuple[Change, ...]) -> dict[str, Any]:
         moved = np.ones(len(update.rows), bool)
@@ -505,6 +547,9 @@ class Comparison:
     def compare_gradient(self) -> None:
         compared = [update for update in self.updates if update.grad_norm is not None]
         loss = next(one for one in self.found if one.stage == "loss")
+        if self.base.entropy_coef:
+            self.skip("gradient", "the gradient of the entropy is not recomputed")
+            return
         if self.model is None or not compared or loss.verdict == "not checked":
             reason = self.no_model if self.model is None else loss.reason or "the record has no gradient norm"
             self.skip("gradient", reason)
@@ -566,14 +611,17 @@ def everywhere(rows: StepRows) -> Floats:
 
 def loss_misfit(update: Update, found: Loss) -> float:
     assert update.loss is not None
-    misfit = abs(update.loss - found.value) / (found.error + 4 * UNIT * abs(update.loss) + SMALLEST)
-    return inf if isnan(misfit) else misfit
+    return misfit_of(update.loss, found.value, found.error + 4 * UNIT * abs(update.loss))
 
 
 def norm_misfit(update: Update, norm: float, noise: float) -> float:
     assert update.grad_norm is not None
     # where all terms cancel, the rounding of the recorded log-probs is left
-    misfit = abs(update.grad_norm - norm) / (noise + SMALLEST + NO_GRADIENT)
+    return misfit_of(update.grad_norm, norm, noise + NO_GRADIENT)
+
+
+def misfit_of(recorded: float, found: float, allowed: float) -> float:
+    misfit = abs(recorded - found) / (allowed + SMALLEST)
     return inf if isnan(misfit) else misfit
 
 
@@ -671,12 +719,18 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
         return None, "an adapter was trained, which is not recomputed here"
     if model_type(given or str(origin.model_path), "vision_config") is not None:
         return None, "a vision model was trained, which is not recomputed here"
-    if configured.dtype != "float32":
-        return None, (
+    path = given or (origin.model_path if origin.starts_from_model else None)
+    own = rows.tensors.get("current_logp", rows.tensors.get("prox_logp") if origin.has_own_logprobs else None)
+    is_shown = configured.dtype is None and own is not None and path and weights_of(path) < SMALL_MODEL
+    unlike = (
+        None,
+        (
             "the record has no log-probs of the weights that the step starts from, and a model that "
             f"computed in {configured.dtype or 'an unknown dtype'} cannot be recomputed closely enough"
-        )
-    path = given or (origin.model_path if origin.starts_from_model else None)
+        ),
+    )
+    if configured.dtype != "float32" and not is_shown:
+        return unlike
     if not path or not os.path.isdir(path):
         if given:
             raise WrongModel(f"{given} is not a folder on this machine: give one with a model to --model")
@@ -692,8 +746,17 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
                 f"{path} is not the model that the step starts from: {', '.join(names[:3])} differ; "
                 "give the right one with --model"
             )
-    temperature = float(actor.get("temperature", 1.0))
-    return load_pass(path, temperature, replays_experts=rows.experts is not None), ""
+    loaded = load_pass(path, configured.temperature, replays_experts=rows.experts is not None)
+    if own is not None and (is_shown or "current_logp" in rows.tensors):
+        current, noise = loaded.logprobs(rows)
+        if not (np.abs(current - own)[rows.mask] <= noise).all():  # not from these weights, or not in float32
+            return unlike if is_shown else (None, f"{path} does not give the recorded current log-probs")
+    return loaded, ""
+
+
+def weights_of(path: str) -> int:
+    """Return the size of a folder's weights in bytes; without weights in safetensors, too large."""
+    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) or SMALL_MODEL
 
 
 def refuse_other_logprobs(rows: StepRows, current: Floats, noise: float, model: str) -> None:

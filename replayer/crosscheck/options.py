@@ -17,41 +17,25 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+COUNTED = "the tokens that count"
 STAGES = ("rewards", "mask", "kl", "advantages", "loss", "gradient")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one step. Levels are "group", "batch" or None.
+    """Options of one step, each described in `options.toml`. Levels are "group", "batch" or None.
 
-    Attributes:
-        mask: tokens of the completion that count: the loss mask, or a variant of it.
-        overlong: max_new_tokens, length of the zone and factor of DAPO's penalty.
-        truncated: reward of truncated completions: "kept" or "zero".
-        kl_place: the KL in the reward is added to "rewards", before they are normalised, or to
-            "advantages".
-        lone: advantage of the only row of a group: "zero", or "reward", its own reward.
-        inside_root: eps is added to the variance instead of the standard deviation.
-        length: "kept", or "divided" by the number of the row's tokens in the mask.
-        teacher_coef: weight of log p - log p_teacher, which is subtracted from a token's advantage.
-        token_*: normalisation of the advantages over tokens, after that over rows.
-        token_sets: the tokens that are normalised together: all, or those of each rank.
-        context_parallel: ranks that hold the tokens of a row; `micro_batches`: parts of equal size
-            into which the rows of an update are cut.
-        old_logprobs: denominator of the ratio: "rollout", "trainer" (recomputed before the step),
-            or "current" (the ratio is 1).
-        correction: of tokens for the sampling policy, trainer / rollout: None, or "truncated" or
-            "masked" above `correction_cap`, "tokens" or "sequences".
-        clip_high: None is clip_low; dual_clip: None is off.
-        kl_weight: a token's KL in the loss is multiplied by its "ratio", or not (None).
-        policy_mask: tokens whose policy loss is added up, a variant of the loss mask, and kl_mask
-            those whose KL is; by default `mask`, by whose tokens both are divided.
-        kl_logprobs: the log-probs whose KL to the reference is in the loss.
-        loss_scale: factor on the loss, gradient_scale on its gradient alone, which may be that of
-            the last micro-batch.
-        norm: which gradient norm is reported: "before" clipping or "after" it, at `max_norm`.
+    token_*: normalisation of the advantages over tokens, after that over rows.
+    micro_batches: parts of equal size into which the rows of an update are cut.
     """
 
+    objective: str = "policy"
+    beta: float = 0.0
+    pair_scores: str = "the sum over tokens"
+    pair_order: str = "the chosen one first"
+    pair_reference: str = "the reference"
+    pair_loss: str = "sigmoid"
+    label_smoothing: float = 0.0
     reward_bias: float = 0.0
     reward_scaling: float = 1.0
     reward_clip: float = inf
@@ -59,7 +43,7 @@ class Options:
     truncated: str = "kept"
     mask: str = "loss mask"
     kl_reward_coef: float = 0.0
-    kl_reward_mask: str = "the tokens that count"
+    kl_reward_mask: str = COUNTED
     kl_reward_estimator: str = "k1"
     kl_place: str = "advantages"
     grouping: str = "prompt"
@@ -67,12 +51,16 @@ class Options:
     leave_one_out: bool = False
     std: str | None = "group"
     unbiased: bool = True
+    std_of: str = "all rows"
     eps: float = 1e-5
     inside_root: bool = False
     lone: str = "zero"
     length: str = "kept"
     discount: float = 1.0
     gae_lambda: float = 1.0
+    gae_tokens: str = COUNTED
+    reward_place: str = "the last token"
+    bootstrap: str = "no rows"
     teacher_coef: float = 0.0
     token_mean: str | None = None
     token_std: str | None = None
@@ -89,15 +77,17 @@ class Options:
     ratio_level: str = "token"
     clip_low: float = 0.2
     clip_high: float | None = None
+    clipped: str = "the larger loss"
     dual_clip: float | None = None
+    dual_clip_of: str = "negative advantages"
     aggregation: str = "token-mean"
     max_length: int = 1
     empty_rows: str = "left out"
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     kl_weight: str | None = None
-    policy_mask: str = "the tokens that count"
-    kl_mask: str = "the tokens that count"
+    policy_mask: str = COUNTED
+    kl_mask: str = COUNTED
     kl_logprobs: str = "current"
     entropy_coef: float = 0.0
     loss_scale: float = 1.0
@@ -116,7 +106,6 @@ class Known:
     values: tuple[Any, ...]
 
 
-COUNTED = "the tokens that count"
 EXCHANGED = " of the exchanged arguments"
 OF_RANKS = ("each context-parallel rank, in zigzag", "each context-parallel rank, in blocks")
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -214,7 +203,7 @@ class Explanation:
 
 
 FACTORS = ("loss_scale", "gradient_scale")
-WEIGHTED = ("kl_reward_coef", "kl_coef", "entropy_coef", "teacher_coef")
+WEIGHTED = ("kl_reward_coef", "kl_coef", "entropy_coef", "teacher_coef", "beta")
 
 
 def single_changes(

@@ -26,6 +26,7 @@ LEARNING = (
     *("advantages", "total_rewards", "kl_rewards", "prox_logp", "ref_logp", "values", "current_logp"),
     *("teacher_logp", "entropy"),
 )
+LENGTH = "prompt_length"
 NEEDED = ("prompt_id", "loss_mask", "finish_reason", "rewards")
 # Names of the loss and of the gradient norm of a step's only update in the statistics of trainers.
 LOSS_NAMES = ("loss", "actor/pg_loss", "train/loss", "train/pg_loss")
@@ -78,6 +79,7 @@ class StepRows:
         tensors: matrices by name: `logprobs` (of the sampling policy), and those of `LEARNING` that
             were recorded; nan where a value is not known.
         stats: over all ranks.
+        prompts: tokens of each row before its completion, -1 where that is not known.
         noise: how far `current_logp` may be from the log-probs of the recorded run.
         experts: `routed_experts` that the run computed with, [N, T, layers, width].
     """
@@ -94,6 +96,7 @@ class StepRows:
     tensors: dict[str, Floats]
     updates: tuple[Update, ...]
     stats: dict[str, float]
+    prompts: npt.NDArray[np.int64]
     noise: float = 0.0
     experts: npt.NDArray[Any] | None = None
 
@@ -146,6 +149,8 @@ def read_rows(record: Record, step: int | None, given: Folder | None = None) -> 
     names = [name for name in LEARNING if all(name in tensors for tensors in learning)]
     rank = np.concatenate([np.full(len(batch["rewards"]), rank) for rank, batch in enumerate(batches)])
     row = np.concatenate([np.arange(len(batch["rewards"])) for batch in batches])
+    of_prompts = zip(ranks, batches, strict=True)
+    prompts = [np.where(recorded.known(n, LENGTH), batch.get(LENGTH, -1), -1) for n, batch in of_prompts]
     outcome = outcome_of(recorded)
     experts = [batch[ROUTED_EXPERTS] for batch in batches if ROUTED_EXPERTS in batch]
     return StepRows(
@@ -162,6 +167,7 @@ def read_rows(record: Record, step: int | None, given: Folder | None = None) -> 
         | {name: matrix([tensors[name] for tensors in learning], np.float64) for name in names},
         updates=updates_of(recorded, rank, row, outcome),
         stats=outcome,
+        prompts=np.concatenate(prompts).astype(np.int64),
         experts=matrix(experts, experts[0].dtype) if experts else None,
     )
 

@@ -18,8 +18,8 @@ from replayer.crosscheck.step_rows import Origin
 from replayer.own_code import FIRST_STAGE
 
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-TRL_AGGREGATIONS: dict[str, str] = TABLES["trl"]["aggregations"]
-VERL_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+TRL_AGGREGATIONS: dict[str, str] = TABLES["values"]["aggregations"]
+NOTHING: Mapping[str, Any] = {}
 NOT_COMPUTED = "the configuration has {}, which is not recomputed here"
 MEAN_OF_UPDATES = "the loss is a mean over {} optimizer steps, of which only the first is known"
 
@@ -38,6 +38,7 @@ class Configured:
     unchecked: dict[str, str] = field(default_factory=dict)
     dtype: str | None = None
     has_critic: bool = False
+    temperature: float = 1.0
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -77,11 +78,15 @@ WITHOUT = {"max_norm": inf, "max_length": 1, "context_parallel": 1}  # what 0 an
 
 
 def plain(trainer: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are fixed in a trainer, or that one member of its configuration decides."""
+    """Return the options that the table of a trainer reads from its configuration."""
     table = TABLES[trainer]
     found = table["fixed"] | {option: member(config, *row) for option, row in table["options"].items()}
     for option, (path, usual, *values) in table["choices"].items():
-        found[option] = values[not member(config, path, usual)]
+        chosen = values[not member(config, path, usual)]
+        found[option] = member(config, *chosen) if isinstance(chosen, list) else chosen
+    for option, (path, usual, name) in table["maps"].items():
+        values = TABLES["values"][name]
+        found[option] = values.get(str(member(config, path, usual)), values.get("else"))
     found |= {option: found[option] or least for option, least in WITHOUT.items() if option in found}
     return with_none(found)
 
@@ -104,12 +109,7 @@ def of_ours(config: Mapping[str, Any]) -> Configured:
     actor = config["actor"]
     if "gconfig" not in config:
         raise ValueError("the record is of supervised training, without rewards and advantages to recompute")
-    unchecked = {}
-    for name in ("use_sapo_loss", "use_cispo_loss", "rejection_sampling", "m2_threshold", "entropy_coef"):
-        if actor.get(name):
-            unchecked["loss"] = NOT_COMPUTED.format(name)
-    if config.get("teacher"):
-        unchecked["loss"] = NOT_COMPUTED.format("a teacher")
+    unchecked = not_computed("ours", config)
     for name, stage in FIRST_STAGE.items():
         if actor.get(name):
             unchecked |= dict.fromkeys(
@@ -124,7 +124,7 @@ def of_ours(config: Mapping[str, Any]) -> Configured:
         unchecked["advantages"] = NOT_COMPUTED.format("mask_no_eos_with_zero and a critic")
     rewards, tokens = norm(actor["reward_norm"]), norm(actor["adv_norm"])
     options = Options(
-        **{option: actor[name] for option, name in TABLES["ours"].items()},
+        **{option: actor[name] for option, name in TABLES["ours"]["actor"].items()},
         overlong=overlong(actor),
         truncated="zero" if actor["mask_no_eos_with_zero"] else "kept",
         **rewards,
@@ -133,7 +133,10 @@ def of_ours(config: Mapping[str, Any]) -> Configured:
         correction="masked tokens" if decoupled else None,
         max_norm=actor["optimizer"]["gradient_clipping"] or inf,
     )
-    return Configured(options, "the config says", None, unchecked, actor["dtype"], bool(config.get("critic")))
+    return Configured(
+        options, "the config says", None, unchecked, actor["dtype"], bool(config.get("critic")),
+        float(actor.get("temperature", 1.0)),
+    )  # fmt: skip
 
 
 def norm(section: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -150,137 +153,112 @@ def overlong(actor: Mapping[str, Any]) -> tuple[int, int, float] | None:
 
 
 def of_trl(config: Mapping[str, Any]) -> Configured:
-    """Read TRL's GRPOConfig as plain JSON; a member that is absent has TRL's default."""
+    """Read TRL's GRPOConfig, SFTConfig or DPOConfig; a member that is absent has TRL's default."""
     given = config.get
-    unchecked = {}
-    kind = str(given("loss_type", "dapo"))  # of DPO a list
-    if kind not in TRL_AGGREGATIONS:
-        unchecked["loss"] = NOT_COMPUTED.format(f"loss_type={kind}")
+    kind = given("loss_type", "dapo")
+    if kind == "nll" or isinstance(kind, list):
+        return configured("trl-dpo" if isinstance(kind, list) else "trl-sft", config)
     corrects = bool(given("use_vllm", False) and given("vllm_importance_sampling_correction", True))
     accumulated = given("gradient_accumulation_steps", 1)
     generate_every = (given("steps_per_generation") or accumulated) * given("num_iterations", 1)
-    if (num_updates := generate_every // accumulated) > 1:
-        unchecked["loss"] = (
-            f"the loss is that of the last of {num_updates} optimizer steps, others came before"
-        )
-    scale = given("scale_rewards", "group")
-    options = Options(
-        **plain("trl", config),
-        std={True: "group", False: None, "none": None}.get(scale, scale),
+    updates = generate_every // accumulated
+    late = f"the loss is that of the last of {updates} optimizer steps, others came before"
+    mode = given("vllm_importance_sampling_mode", "sequence_mask")
+    return configured(
+        "trl",
+        config,
+        {"loss": late} if updates > 1 else {},
         old_logprobs="trainer" if corrects or accumulated % generate_every else "current",
-        correction=TABLES["trl"]["corrections"][given("vllm_importance_sampling_mode", "sequence_mask")]
-        if corrects
-        else None,
-        aggregation=TRL_AGGREGATIONS.get(kind, "token-mean"),
+        correction=TABLES["values"]["corrections"][mode] if corrects else None,
     )
-    dtype = None if given("bf16") is not False or given("fp16") else "float32"
-    return configured("trl", options, config, unchecked, dtype)
 
 
 def of_verl(config: Mapping[str, Any]) -> Configured:
     """Read verl's resolved configuration as plain JSON; an absent member has verl's default."""
     actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
-    unchecked = {}
     estimator = str(algorithm.get("adv_estimator", "gae"))
-    mode = (actor.get("policy_loss") or {}).get("loss_mode", "vanilla")
-    if estimator not in VERL_ESTIMATORS:
-        unchecked["advantages"] = NOT_COMPUTED.format(f"adv_estimator={estimator}")
-    if mode not in ("vanilla", "gspo"):
-        unchecked["loss"] = NOT_COMPUTED.format(f"policy_loss.loss_mode={mode}")
-    scaled = algorithm.get("norm_adv_by_std_in_grpo", True)
-    rewarded = algorithm.get("use_kl_in_reward", False)
-    options = replace(
-        VERL_ESTIMATORS.get(estimator, Options()),
-        **plain("verl", config),
-        kl_reward_coef=(algorithm.get("kl_ctrl") or {}).get("kl_coef", 0.001) if rewarded else 0.0,
-        kl_reward_estimator=VERL_KL[algorithm.get("kl_penalty", "kl")],
-        discount=algorithm.get("gamma", 1.0) if estimator == "gae" else 1.0,
-        gae_lambda=algorithm.get("lam", 1.0) if estimator == "gae" else 1.0,
-        ratio_level="sequence" if mode == "gspo" else "token",
-        clip_low=actor.get("clip_ratio_low") or actor.get("clip_ratio", 0.2),
-        clip_high=actor.get("clip_ratio_high") or actor.get("clip_ratio", 0.2),
-        dual_clip=None if mode == "gspo" else actor.get("clip_ratio_c", 3.0),
-        max_length=actor.get("loss_scale_factor") or (config.get("data") or {}).get("max_response_length", 1),
-        kl_coef=actor.get("kl_loss_coef", 0.001) if actor.get("use_kl_loss") else 0.0,
-        kl_estimator=VERL_KL[str(actor.get("kl_loss_type", "low_var_kl")).removesuffix("+")],
+    prompts = member(config, "data.train_batch_size") or 0
+    updates = prompts // (actor.get("ppo_mini_batch_size") or prompts or 1) * actor.get("ppo_epochs", 1)
+    options = plain("verl", config) | {
+        "discount": algorithm.get("gamma", 1.0) if estimator == "gae" else 1.0,
+        "gae_lambda": algorithm.get("lam", 1.0) if estimator == "gae" else 1.0,
+        "clip_low": actor.get("clip_ratio_low") or actor.get("clip_ratio", 0.2),
+        "clip_high": actor.get("clip_ratio_high") or actor.get("clip_ratio", 0.2),
+        "max_length": actor.get("loss_scale_factor") or member(config, "data.max_response_length", 1),
+    }
+    if options["ratio_level"] == "sequence":
+        options["dual_clip"] = None
+    if estimator == "grpo" and not algorithm.get("norm_adv_by_std_in_grpo", True):
+        options["std"] = None
+    unchecked = {"loss": MEAN_OF_UPDATES.format(updates)} if updates > 1 else {}
+    found = configured(
+        "verl", config, unchecked, replace(VERL_ESTIMATORS.get(estimator, Options()), **options)
     )
-    if estimator == "grpo" and not scaled:
-        options = replace(options, std=None)
-    found = configured("verl", options, config, unchecked)
     counts = {**found.counts, "the number of micro-batches": found.options.micro_batches}
     return replace(found, has_critic=estimator == "gae", counts=counts)
 
 
 def configured(
-    trainer: str,
-    options: Options,
+    name: str,
     config: Mapping[str, Any],
-    unchecked: dict[str, str],
-    dtype: str | None = None,
+    unchecked: Mapping[str, str] = NOTHING,
+    options: Options | None = None,
+    **more: Any,
 ) -> Configured:
-    """Return options with what the table of a trainer says of counts, sizes and what is not recomputed.
+    """Read the table of a trainer: its options unless they are given, counts, sizes, what is not recomputed.
 
     Counts are whole numbers above 1, by the last part of their names.
     """
-    table = TABLES[trainer]
+    table = TABLES[name]
+    options = options or Options(**plain(name, config), **more)
     known = {path.rpartition(".")[2]: member(config, path) for path in table["counts"]}
     counts = {name: value for name, value in known.items() if isinstance(value, int) and value > 1}
-    unchecked = not_computed(trainer, config) | unchecked
+    found = not_computed(name, config) | dict(unchecked)
     if "sizes" in table:
         prompts, samples, batch, micro = (member(config, path) for path in table["sizes"])
         rows = (prompts or 0) * (samples or 1)
         options = replace(options, micro_batches=max(1, rows // (micro or rows or 1)))
         if (updates := rows // (batch or rows or 1)) > 1:
-            unchecked["loss"] = MEAN_OF_UPDATES.format(updates)
-    return Configured(options, table["source"], trainer, unchecked, dtype, counts=counts)
-
-
-SLIME_ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus")
+            found["loss"] = MEAN_OF_UPDATES.format(updates)
+    flags = [member(config, path) for path in table.get("precision", ())]  # bf16, which is usual, and fp16
+    dtype = "float32" if flags and flags[0] is False and not flags[1] else None
+    temperature = float(member(config, *table["temperature"]) or 1.0)
+    return Configured(
+        options, table["source"], name.removesuffix("-sft").removesuffix("-dpo"), found, dtype,
+        temperature=temperature, counts=counts,
+    )  # fmt: skip
 
 
 def of_slime(config: Mapping[str, Any]) -> Configured:
     """Read the arguments of slime or miles as plain JSON; an absent one has slime's default."""
-    given, unchecked = config.get, {}
-    estimator = str(given("advantage_estimator", "grpo"))
-    if estimator not in SLIME_ESTIMATORS:
-        unchecked["advantages"] = NOT_COMPUTED.format(f"advantage_estimator={estimator}")
-    if estimator == "cispo":
-        unchecked["loss"] = NOT_COMPUTED.format("advantage_estimator=cispo")
-    is_plus_plus = estimator == "reinforce_plus_plus"
+    given = config.get
+    is_plus_plus = given("advantage_estimator") == "reinforce_plus_plus"
     is_normalised = given("rewards_normalization", True) and not is_plus_plus
-    options = Options(
-        **plain("slime", config),
+    return configured(
+        "slime",
+        config,
         mean="group" if is_normalised else None,
         std="group" if is_normalised and given("grpo_std_normalization", True) else None,
         kl_reward_coef=given("kl_coef", 0.0) if is_plus_plus else 0.0,
-        kl_reward_estimator=VERL_KL[str(given("kl_loss_type", "k1"))],
         discount=given("gamma", 1.0) if is_plus_plus else 1.0,
         teacher_coef=float(given("opd_kl_coef") or 1.0) if given("use_opd", False) else 0.0,
-        **WHITENED if given("normalize_advantages", False) else {},  # type: ignore[arg-type]
-        ratio_level="sequence" if estimator == "gspo" else "token",
-        kl_coef=given("kl_loss_coef", 0.0) if given("use_kl_loss", False) else 0.0,
-        kl_estimator=VERL_KL[str(given("kl_loss_type", "k1"))],
+        **WHITENED if given("normalize_advantages", False) else {},
     )
-    return configured("slime", options, config, unchecked)
 
 
 def of_nemo_rl(config: Mapping[str, Any]) -> Configured:
     """Read NeMo-RL's configuration of GRPO as plain JSON."""
-    grpo, loss, unchecked = config["grpo"], config["loss_fn"], {}
-    scaled, leaves_out = grpo.get("normalize_rewards", True), grpo.get("use_leave_one_out_baseline", True)
-    if scaled and leaves_out:
-        unchecked["advantages"] = NOT_COMPUTED.format("use_leave_one_out_baseline with normalize_rewards")
-    options = Options(
-        **plain("nemo-rl", config),
-        leave_one_out=leaves_out,
-        kl_estimator=VERL_KL[str(loss.get("reference_policy_kl_type", "k3"))],
-    )
-    return configured("nemo-rl", options, config, unchecked)
+    return configured("nemo-rl", {**config, "grpo": config["grpo"], "loss_fn": config["loss_fn"]})
 
 
-WHITENED = {"token_mean": "batch", "token_std": "batch", "token_eps": 1e-8, "token_inside_root": True}
+WHITENED: dict[str, Any] = {
+    "token_mean": "batch",
+    "token_std": "batch",
+    "token_eps": 1e-8,
+    "token_inside_root": True,
+}
 VERL_ESTIMATORS = {
-    name: Options(**with_none(row), **WHITENED if name in TABLES["verl"]["whitened"] else {})  # type: ignore[arg-type]
+    name: Options(**with_none(row), **WHITENED if name in TABLES["verl"]["whitened"] else {})
     for name, row in TABLES["verl"]["estimators"].items()
 }
 

@@ -10,6 +10,7 @@ it, from the standard model of rounding (Higham, Accuracy and Stability of Numer
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, TypeVar
 
 import numpy as np
@@ -158,21 +159,27 @@ def normalized(given: Bounded, sets: dict[str | None, npt.NDArray[np.int64]], op
         return Bounded(value, error)
     mean, count = moments(given.value, sets[std_level])
     variance, _ = moments((given.value - mean) ** 2, sets[std_level])
+    left_out = options.std_of == "the other rows"
+    if left_out:
+        count = np.maximum(count - 1, 1)
+        variance = np.maximum(variance - (given.value - mean) ** 2 / count, 0.0) * (count + 1) / count
     flat = variance <= (4 * UNIT * largest(np.abs(given.value), sets[std_level])) ** 2
     if options.unbiased:
         variance = variance * count / np.maximum(count - 1, 1)
     spread = np.sqrt(variance + eps) if options.inside_root else np.sqrt(variance) + eps
     # of the standard deviation: its sum, and the error of the mean, which enters squared
-    of_mean = largest(given.error, sets[std_level]) + sum_error(count) * largest(
-        np.abs(given.value), sets[std_level]
-    )
+    size = largest(np.abs(given.value), sets[std_level])
+    of_mean = largest(given.error, sets[std_level]) + sum_error(count) * size
     safe = np.where(flat, 1.0, np.sqrt(variance))
     relative = (
         3 * UNIT + sum_error(count) / 2 + (of_mean / safe) ** 2 + largest(given.error, sets[std_level]) / safe
     )
+    if left_out:  # a difference of the mean square and the squared mean
+        relative = relative + 2 * sum_error(count + 1) * (size / safe) ** 2
     with np.errstate(divide="ignore", invalid="ignore"):
-        result = np.where(flat, 0.0, value / spread)
-        bound = error / np.where(flat, np.maximum(eps, SMALLEST), spread) + np.abs(result) * relative
+        result = np.where(flat, value * left_out, value / spread)
+        divisor = np.where(flat, 1.0 if left_out else max(eps, SMALLEST), spread)
+        bound = error / divisor + np.abs(result) * relative
     if options.lone == "reward":
         result, bound = np.where(alone, value / (1.0 + eps), result), np.where(alone, error, bound)
     # without spread, float32 divides rounding errors of the mean by eps; our trainer returns 0
@@ -211,7 +218,13 @@ def advantages_of(rows: StepRows, options: Options) -> Bounded:
     if plain:
         advantages = Bounded(*(np.where(mask, of[:, None], 0.0) for of in (reward.value, reward.error)))
     else:
-        advantages = gae(reward, penalty, values, mask, options)
+        steps = (
+            mask_of(rows, replace(options, mask=options.gae_tokens))
+            if options.gae_tokens != COUNTED
+            else mask
+        )
+        found = gae(reward, penalty, values, steps, rows.finish_reason == TRUNCATED, options)
+        advantages = Bounded(*(np.where(mask, of, 0.0) for of in (found.value, found.error)))
     if options.length == "divided":
         count = np.maximum(mask.sum(1), 1)[:, None]
         advantages = Bounded(advantages.value / count, advantages.error / count)
@@ -227,7 +240,7 @@ def advantages_of(rows: StepRows, options: Options) -> Bounded:
     found = normalized(
         advantages.at(mask),
         {"group": sets, "batch": token_sets(rows, options)[mask]},
-        replace(options, **of_tokens, lone="zero"),
+        replace(options, **of_tokens, lone="zero", std_of="all rows"),
     )
     value, error = np.zeros(mask.shape), np.zeros(mask.shape)
     value[mask], error[mask] = found.value, found.error
@@ -265,18 +278,24 @@ def rows_and_penalty(rows: StepRows, options: Options, kl: Bounded) -> tuple[Bou
     return Bounded(reward.value, error), Bounded(nothing, nothing)
 
 
-def gae(reward: Bounded, penalty: Bounded, values: Floats | None, mask: Bools, options: Options) -> Bounded:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the tokens that count.
+def gae(
+    reward: Bounded, penalty: Bounded, values: Floats | None, mask: Bools, truncated: Bools, options: Options
+) -> Bounded:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the tokens of a mask.
 
-    The row's reward is on its last token. Prompt and tool tokens are not steps of the policy.
+    The row's reward is on its last token, or a step later, where the value is 0. Prompt and tool
+    tokens are not steps of the policy.
     """
     last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
-    at_last = mask & (np.arange(mask.shape[1]) == last[:, None])
+    late = ~truncated & (options.reward_place != Options.reward_place)
+    at_last = mask & (np.arange(mask.shape[1]) == last[:, None]) & ~late[:, None]
     rewards = penalty.value + np.where(at_last, reward.value[:, None], 0.0)
     errors = penalty.error + np.where(at_last, reward.error[:, None], 0.0)
     values = np.zeros(mask.shape) if values is None else np.where(mask, values, 0.0)
     value, error = np.zeros(mask.shape), np.zeros(mask.shape)
-    following, ahead, wrong = (np.zeros(len(mask)) for _ in range(3))
+    following, wrong = (np.where(late, of, 0.0) for of in (reward.value, reward.error))
+    goes_on = truncated & (options.bootstrap == "truncated rows")
+    ahead = np.where(goes_on, values[np.arange(len(last)), last], 0.0)
     for t in range(mask.shape[1] - 1, -1, -1):
         here = mask[:, t]
         delta = rewards[:, t] + options.discount * ahead - values[:, t]
@@ -301,6 +320,8 @@ class LossInputs:
             the recorded run may be from them.
         ranks: number of each row's rank, [n].
         policy_mask: the tokens whose policy loss is added up, kl_mask those whose KL is.
+        size: tokens of all completions, those of rows that do not count included.
+        pairs: the rows of each chosen and rejected answer, [pairs, 2].
     """
 
     mask: Tensor
@@ -316,6 +337,8 @@ class LossInputs:
     policy_mask: Tensor
     kl_mask: Tensor
     entropy: Tensor | None
+    size: int
+    pairs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -359,11 +382,66 @@ def loss_inputs(
         policy_mask=torch.from_numpy(policy_mask),
         kl_mask=torch.from_numpy(kl_mask),
         entropy=given(rows.tensors.get("entropy")),
+        size=int(completions_of(rows)[update.rows].sum()),
+        pairs=torch.from_numpy(pairs_of(rows.place[update.rows]))
+        if options.objective == "preference"
+        else None,
     )
+
+
+def completions_of(rows: StepRows) -> Bools:
+    """Return the tokens in the mask, and of rows without one those after the prompt, [N, T]."""
+    positions = np.arange(rows.mask.shape[1])
+    within: Bools = (positions >= rows.prompts[:, None] - 1) & (positions < (rows.lengths - 1)[:, None])
+    empty = ~rows.mask.any(1, keepdims=True) & (rows.prompts >= 0)[:, None]
+    return rows.mask | (within & empty)
+
+
+def pairs_of(place: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the rows of each group of two, by number of the sample."""
+    order = np.lexsort((place[:, 3], place[:, 2]))
+    groups = place[order, 2]
+    if len(order) % 2 or (groups[::2] != groups[1::2]).any() or (groups[2::2] == groups[1:-1:2]).any():
+        raise ValueError("the rows are no pairs of a chosen and a rejected answer")
+    return order.reshape(-1, 2)
+
+
+def preference_loss(given: LossInputs, options: Options) -> Loss:
+    """Compute the loss of DPO (arXiv 2305.18290, eq. 7), IPO or a hinge, a mean over pairs."""
+    assert given.pairs is not None
+    mask, current = given.policy_mask, given.current.clone().requires_grad_(True)
+    reference = torch.zeros_like(given.current) if given.reference is None else given.reference
+    sizes = {
+        "the mean over tokens": mask.sum(1).clamp(min=1),
+        "the sum divided by the longest answer": mask.sum(1).max(),
+        "the sum divided by the longest row": torch.tensor(mask.shape[1] + 1),
+    }
+    divisor = sizes.get(options.pair_scores, torch.tensor(1.0))
+    own, other = ((torch.where(mask, of, 0.0).sum(1) / divisor)[given.pairs] for of in (current, reference))
+    compared = {"nothing": 0 * other, "the reference on the other answer": other.flip(1)}
+    scores = own - compared.get(options.pair_reference, other)
+    margin = (scores[:, 0] - scores[:, 1]) * (1 if options.pair_order == Options.pair_order else -1)
+    edge, smooth, softplus = options.beta * margin, options.label_smoothing, torch.nn.functional.softplus
+    if options.pair_loss == "ipo":
+        losses = (margin - (0.5 / options.beta if options.beta else inf)) ** 2
+    elif options.pair_loss == "hinge":
+        losses = torch.relu(1 - edge)
+    else:
+        losses = softplus(-edge) * (1 - smooth) + softplus(edge) * smooth
+    total = losses.mean() * options.loss_scale
+    (gradient,) = torch.autograd.grad(total, current)
+    size = (torch.where(mask, given.current.abs() + reference.abs(), 0.0) * gradient.abs()).sum()
+    error = size * (4 * UNIT + float(sum_error(mask.shape[1]))) + given.noise * gradient.abs().sum()
+    shares = torch.zeros(len(mask), dtype=torch.float64)
+    shares[given.pairs[:, 0]] = losses.detach() * options.loss_scale / len(losses)
+    value = float(total.detach())
+    return Loss(value, float(error) + PER_TOKEN * abs(value), shares.numpy(), gradient)
 
 
 def loss_of(given: LossInputs, options: Options) -> Loss:
     """Compute the clipped policy loss, its correction and its KL, aggregated."""
+    if options.objective == "preference":
+        return preference_loss(given, options)
     current = given.current.clone().requires_grad_(True)
     losses, weight, ratio = token_losses(replace(given, current=current), options)
     scale = scales(given, options)  # [n, T]
@@ -387,6 +465,12 @@ def loss_of(given: LossInputs, options: Options) -> Loss:
 def token_losses(given: LossInputs, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, weight for the sampling policy, ratio), each [n, T]."""
     mask, advantages = given.policy_mask, given.advantages
+    if options.objective == "likelihood":
+        return (
+            torch.where(mask, -given.current, 0.0),
+            torch.ones_like(advantages),
+            torch.ones_like(advantages),
+        )
     old = given.current.detach() if given.old is None else given.old
     log_ratio = torch.where(mask, given.current - old, 0.0)
     if options.ratio_level != "token":
@@ -395,9 +479,11 @@ def token_losses(given: LossInputs, options: Options) -> tuple[Tensor, Tensor, T
             log_ratio = log_ratio / mask.sum(1, keepdim=True).clamp(min=1)
     ratio = log_ratio.exp()
     high = options.clip_low if options.clip_high is None else options.clip_high
-    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - options.clip_low, 1 + high))
+    both = torch.stack([-advantages * ratio, -advantages * ratio.clamp(1 - options.clip_low, 1 + high)])
+    losses = {"the larger loss": both.amax(0), "the smaller loss": both.amin(0)}.get(options.clipped, both[1])
     if options.dual_clip is not None:
-        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * options.dual_clip), losses)
+        bounded = (advantages < 0) | (options.dual_clip_of != Options.dual_clip_of)
+        losses = torch.where(bounded, torch.minimum(losses, -advantages * options.dual_clip), losses)
     weight = correction(given, options)
     losses = torch.where(given.policy_mask, losses * weight, 0.0)
     if options.kl_coef != 0.0 and given.reference is not None:
@@ -441,6 +527,8 @@ def scales(given: LossInputs, options: Options) -> Tensor:
     num_rows = len(mask) if options.empty_rows == "counted" else max(int(mask.any(1).sum()), 1)
     if how == "token-mean":
         return ones / max(int(mask.sum()), 1)
+    if how.startswith("token-mean over all"):
+        return ones / max(given.size, 1)
     if how.startswith("token-mean with"):
         return ones / int(mask.sum(1).clamp(min=1).sum())
     if how.startswith("token-mean of each"):

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,7 +77,7 @@ def test_the_rows_that_differ_come_first(tmp_path):
 
 
 NO_REFERENCE = "the record has no log-probs of the reference"
-OTHER_LOSS = ({"loss_type": ["sigmoid"]}, "the configuration has loss_type=['sigmoid'], which is not")
+OTHER_LOSS = ({"loss_type": ["apo_zero"]}, "the configuration has loss_type=['apo_zero'], which is not")
 
 
 @pytest.mark.parametrize(("changed", "reason"), [({}, NO_REFERENCE), OTHER_LOSS])
@@ -172,6 +173,8 @@ def write_silent(
     least=None,
     by_sample=False,
     kl_reward=None,
+    clip=torch.maximum,
+    peers=False,
 ):
     """Write a step as slime or NeMo-RL compute it, but for what is given.
 
@@ -186,6 +189,11 @@ def write_silent(
     how = steps.How(spread=lambda own, every: own.std() + 1e-6, group=group)
     given = steps.advantages(rows, how)
     is_slime, config = trainer == "slime", dict(SLIME if trainer == "slime" else NEMO)
+    if peers:  # the mean and deviation of the other rows, which do not divide where they are equal
+        config["grpo"] = config["grpo"] | {"use_leave_one_out_baseline": True}
+        others = [torch.tensor([o.reward for o in rows if o.group == r.group and o is not r]) for r in rows]
+        gains = [(r.reward - own.mean()) / (own.std() + 1e-6) for r, own in zip(rows, others, strict=True)]
+        given = [gain * torch.tensor(r.counts) for gain, r in zip(gains, rows, strict=True)]
     teachers = [[x - 0.1 * (at % 3) for at, x in enumerate(row.old)] for row in rows]
     if is_slime:
         pairs = zip(given, rows, teachers, strict=True)
@@ -215,7 +223,7 @@ def write_silent(
         every = {"counts": torch.tensor(row.counts).float(), "whole": torch.ones(len(row.tokens))}
         one = advantage[:1].expand(len(row.tokens)) if mask == "whole" else advantage
         ratio = (torch.tensor(row.new) - torch.tensor(row.old)).exp()
-        loss = torch.maximum(-one * ratio, -one * ratio.clamp(0.8, 1.2)) * every[mask]
+        loss = clip(-one * ratio, -one * ratio.clamp(0.8, 1.2)) * every[mask]
         d = kl * (torch.tensor(row.new) - torch.tensor(row.ref))
         losses.append((loss + 0.04 * ((-d).exp() + d - 1) * every[kl_mask], every["counts"].sum()))
     if is_slime:
@@ -267,6 +275,8 @@ def returns_of(row, of):
         ("slime", {"kl_reward": "whole"}, "kl", "kl_reward_mask", "everything after the prompt"),
         ("nemo-rl", {"by_sample": True}, "advantages", "grouping", "of all first samples, then all second ones"),
         ("nemo-rl", {"least": 0}, None, None, ""),
+        ("nemo-rl", {"peers": True}, None, None, ""),
+        ("nemo-rl", {"clip": torch.minimum}, "loss", "clipped", "is the smaller loss"),
         ("nemo-rl", {"least": 1}, "loss", "aggregation", "one for each row without a token"),
         ("slime", {"kl": -1}, "loss", "kl_estimator", "k3 of the exchanged arguments"),
         ("slime", {"kl_mask": "whole"}, "loss", "kl_mask", "everything after the prompt"),
@@ -279,6 +289,129 @@ def test_steps_of_slime_and_nemo_rl_are_explained(tmp_path, trainer, options, st
     if option:
         assert report.first[1].changes[0].option == option
         assert says in document["option"]
+
+
+@pytest.mark.parametrize(
+    ("config", "stats", "changed"),
+    [
+        ({"entropy_coef": 0.05, "use_kl_loss": False}, {"train/entropy_loss": 2.0, "train/loss": -0.2}, None),
+        (
+            {"entropy_coef": 0.05, "use_kl_loss": False},
+            {"train/entropy_loss": 2.0, "train/loss": 0.0},
+            ("entropy_coef", -0.05),
+        ),
+        ({"kl_loss_coef": 0.2}, {"train/kl_loss": 0.5, "train/loss": -0.2}, ("kl_coef", -0.2)),
+        ({"kl_loss_coef": 0.2}, {"train/kl_loss": 0.5, "train/loss": 7.0}, None),  # of no weight: not theirs
+    ],
+)
+def test_the_logged_parts_of_a_loss_have_its_weights(tmp_path, config, stats, changed):
+    with Recorder(
+        tmp_path / "record", config=SLIME | {"use_opd": False} | config, trainer="slime"
+    ) as recorder:
+        sample = {"prompt_tokens": [1], "completion_tokens": [2, 3], "group": 0, "reward": 1.0}
+        recorder.step(0, [sample, sample], stats={"train/pg_loss": -0.1} | stats)
+    stages = {stage.stage: stage for stage in check(tmp_path / "record").opinions[0].stages}
+    found = [(change.option, pytest.approx(change.recorded)) for change in stages["loss"].changes]
+    assert found == ([changed] if changed else [])
+
+
+def gae(rewards, values, mask, steps, how, ended=True):
+    """Compute advantages of one row by a plain loop over the tokens of `steps`, with lambda 0.9."""
+    found, at, late = (
+        [0.0] * len(values),
+        [t for t, is_step in enumerate(steps) if is_step],
+        how == "late" and ended,
+    )
+    following, ahead = (
+        (rewards if late else 0.0),
+        (values[at[-1]] if how == "bootstrap" and not ended else 0.0),
+    )
+    for t in reversed(at):
+        reward = rewards if t == at[-1] and not late else 0.0
+        following = reward + ahead - values[t] + 0.9 * following
+        found[t], ahead = following * mask[t], values[t]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "option"),
+    [("", None), ("tools", "gae_tokens"), ("late", "reward_place"), ("bootstrap", "bootstrap")],
+)
+def test_advantages_by_gae_are_explained(tmp_path, how, option):
+    rng, samples = np.random.default_rng(3), []
+    for number in range(8):
+        mask, values = [1, 1, 0, 0, 1, 1], rng.normal(size=6).round(3).tolist()
+        reason = "length" if number % 3 == 2 else "stop"
+        steps = [1] * 6 if how == "tools" else mask
+        own = gae(number % 4 / 2, values, mask, steps, how, reason == "stop")
+        sample = {"prompt_tokens": [1, 2], "completion_tokens": [5, 6, 7, 8, 9, 4], "group": number // 4}
+        sample |= {"reward": number % 4 / 2, "loss_mask": mask, "finish_reason": reason}
+        samples.append(sample | {"values": values, "advantages": own})
+    every = torch.tensor(
+        [a for s in samples for a, m in zip(s["advantages"], s["loss_mask"], strict=True) if m]
+    )
+    for sample in samples:
+        pairs = zip(sample["advantages"], sample["loss_mask"], strict=True)
+        sample["advantages"] = [
+            float((a - every.mean()) * (every.var() + 1e-8).rsqrt()) * m for a, m in pairs
+        ]
+    config = {"actor_rollout_ref": {"actor": {}}, "algorithm": {"adv_estimator": "gae", "lam": 0.9}}
+    with Recorder(tmp_path / "record", config=config, trainer="verl") as recorder:
+        recorder.step(0, samples)
+    stages = {stage.stage: stage for stage in check(tmp_path / "record").opinions[0].stages}
+    assert [change.option for change in stages["advantages"].changes] == ([option] if option else [])
+    assert stages["advantages"].verdict == ("differs" if option else "equal")
+
+
+def write_supervised(folder, config, loss, pairs):
+    """Write a step of rows of data: `loss` computes it from sums of log-probs, in pairs, or from lists."""
+    rng, samples = np.random.default_rng(5), []
+    for number in range(8):
+        new = (-rng.exponential(1.0, 2 + number % 5)).round(3).tolist()
+        sample = {
+            "prompt_tokens": [1],
+            "completion_tokens": [2] * len(new),
+            "learning": {"current_logp": new},
+        }
+        ref = {"group": number // 2, "ref_logprobs": [x - 0.1 * number for x in new]} if pairs else {}
+        samples.append(sample | ref)
+    own = [torch.tensor(sample["learning"]["current_logp"]) for sample in samples]
+    if pairs:
+        own = [new - torch.tensor(s["ref_logprobs"]) for new, s in zip(own, samples, strict=True)]
+    with Recorder(folder, config=config, trainer="trl") as recorder:
+        recorder.step(0, samples, stats={"loss": float(loss(own))})
+    return folder
+
+
+def dpo(reduce, sign=1.0):
+    def loss(rows):
+        scores = torch.stack([reduce(row) for row in rows])
+        return torch.nn.functional.softplus(-0.1 * sign * (scores[::2] - scores[1::2])).mean()
+
+    return loss
+
+
+DPO, SFT = {"loss_type": ["sigmoid"], "beta": 0.1}, {"loss_type": "nll", "gradient_accumulation_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "loss", "option"),
+    [
+        (DPO, dpo(torch.sum), None),
+        (DPO, dpo(torch.mean), "pair_scores"),
+        (DPO, dpo(lambda row: row[1:].sum()), "policy_mask"),
+        (DPO, dpo(torch.sum, -1.0), "beta"),
+        (SFT, lambda rows: -torch.cat(rows).mean(), None),
+        (SFT, lambda rows: -torch.stack([torch.cat(rows[n : n + 2]).mean() for n in (0, 2, 4, 6)]).mean(), "aggregation"),
+    ],
+)  # fmt: skip
+def test_losses_of_pairs_and_of_data_are_recomputed(tmp_path, config, loss, option):
+    report = check(write_supervised(tmp_path / "record", config, loss, config is DPO))
+    stage = next(stage for stage in report.opinions[0].stages if stage.stage == "loss")
+    assert (stage.verdict, [c.option for c in stage.changes]) == (
+        "differs" if option else "equal",
+        [option] * bool(option),
+    )
 
 
 def test_a_factor_between_two_layouts_is_named(tmp_path):

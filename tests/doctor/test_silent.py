@@ -202,12 +202,19 @@ def test_masks_groups_and_begin_tokens(tmp_path, model, change, says):
     assert {id: found[id]["title"] for id in ("S07", "S14", "S15") if id in found} == says
 
 
-@pytest.mark.parametrize("apart", [0, 4])
-def test_rows_of_data_on_several_ranks_are_named(tmp_path, apart):
+@pytest.mark.parametrize(
+    ("apart", "times", "says"),
+    [
+        (0, 1, "ranks train on the same rows"),
+        (4, 2, "each row of the data comes again in its step"),
+        (4, 1, ""),
+    ],
+)
+def test_rows_of_data_that_come_again_are_named(tmp_path, apart, times, says):
     def record(rank, gather):
         with Recorder(tmp_path / "r", rank=rank, num_ranks=2, gather=gather) as recorder:
             for step in range(6):
-                prompts = [[3, 100 + step, 10 + number + apart * rank, 2] for number in range(4)]
+                prompts = [[3, 100 + step, 10 + number + apart * rank, 2] for number in range(4)] * times
                 recorder.step(
                     step, [{"prompt_tokens": p, "completion_tokens": [20, 30, END]} for p in prompts]
                 )
@@ -215,9 +222,79 @@ def test_rows_of_data_on_several_ranks_are_named(tmp_path, apart):
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(record, range(2), gatherers(2)))
     rows = read_rows(open_record(tmp_path / "r"), Damage())
-    assert [one.alarm.title for one in examine_samples(rows)] == ["ranks train on the same rows"] * (
-        not apart
-    )
+    assert [one.alarm.title for one in examine_samples(rows)] == [says] * bool(says)
+
+
+def computed(at):
+    """Compute advantages of each row's group, `at` of a row's number in it; the same prompts in each step."""
+    earlier = {}
+
+    def change(row, number, rows):
+        row["prompt_tokens"] = [1, 100 + number // 4 + 4 * (row["versions"] % 4), 2]
+        row["completion_tokens"][0] = 20 + number % 4
+        first = earlier.setdefault((*row["prompt_tokens"], row["completion_tokens"][0]), row["logprobs"][0])
+        row["reward"] = (
+            [0.0, 0.95, 0.95, 0.95][number % 4] if number >= 8 else [0.0, 0.25, 1.0, 0.5][number % 4]
+        )
+        rewards = np.array([0.0, 0.95, 0.95, 0.95] if number >= 8 else [0.0, 0.25, 1.0, 0.5])
+        row["advantages"] = float(row["reward"] - rewards.mean())
+        row["old_logprobs"] = [value + 0.01 for value in row["logprobs"]]
+        row["ref_logprobs"] = [value + (0.3 if at == "reference" else 0.01) for value in row["logprobs"]]
+        if at == "lost" and number % 2:
+            row["advantages"] = 0.0
+        if at == "divided" and number >= 8 and number % 4 == 0:
+            row["advantages"] = -0.95 / 1e-6
+        if at in ("weights", "engine"):
+            row["logprobs"][0] = first
+            row["old_logprobs"][0] = first + 0.01 * (1 + row["versions"] if at == "engine" else 1)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("at", "says"),
+    [
+        ("", {}),
+        ("weights", {"S16": "the weights do not change"}),
+        ("engine", {"S16": "the engine keeps its weights while the trainer's change"}),
+        ("lost", {"S17": "rows have no advantage although their rewards differ"}),
+        ("divided", {"S17": "advantages are divided by a standard deviation of rounding noise"}),
+        ("reference", {"S18": "the reference is not the first policy"}),
+    ],
+)
+def test_what_engine_and_trainer_computed_of_rows(tmp_path, at, says):
+    found, _ = doctor(write(tmp_path / "r", change=computed(at)))
+    assert {id: found[id]["title"] for id in ("S16", "S17", "S18") if id in found} == says
+
+
+def test_advantages_of_rows_in_succession_are_named(tmp_path):
+    def record(by_prompt):
+        with Recorder(tmp_path / str(by_prompt)) as recorder:
+            for step in range(4):
+                rewards = np.random.default_rng(step).normal(size=(4, 4))  # samples, prompts
+                centre = rewards.mean(0 if by_prompt else 1, keepdims=True)
+                rows = [
+                    {"prompt_tokens": [step, p], "completion_tokens": [20, 30 + s], "group": p}
+                    | {"reward": rewards[s, p], "advantages": (rewards - centre)[s, p]}
+                    for s in range(4)
+                    for p in range(4)
+                ]
+                recorder.step(step, rows)
+        rows = read_rows(open_record(tmp_path / str(by_prompt)), Damage())
+        return [one.alarm.title for one in examine_samples(rows)]
+
+    assert record(True) == []
+    assert record(False) == ["advantages are those of rows in succession, not of the answers to one prompt"]
+
+
+def test_a_warm_up_is_compared_with_its_option(tmp_path):
+    for steps in (5, 15, 40):
+        rate = {"learning_rate": lambda s, steps=steps: 1e-3 * min(1.0, s / steps)}
+        found, _ = doctor(write(tmp_path / str(steps), {"warmup_steps": 5}, rate))
+        assert ("D51" in found, "D51" not in found or "3 times the 5" in found["D51"]["found"]) == (
+            steps == 15,
+            True,
+        )
 
 
 def test_a_policy_that_equals_its_reference_is_named(tmp_path):

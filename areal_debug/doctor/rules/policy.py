@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
-from areal_debug.doctor.read import Run
+from areal_debug.doctor.read import Run, flat
 from areal_debug.doctor.rules.groups import share_alike
 from areal_debug.doctor.rules.learning import (
     EARLY_STEPS,
@@ -31,6 +31,7 @@ ENDED, MIRRORED = 0.05, 0.1  # of the full learning rate: at its end, between bo
 ABSURD = 1.0  # learning rate: Adam changes each weight by about as much in one update
 REPEATED = 5  # different losses, and how many come again: with four digits no chance
 NOT_SMALL = 0.5  # a supervised loss that does not become 0 in one step
+WARM_UP = re.compile(r"(^|\.)(lr_|num_)*warm_?up_(steps|iters)$")
 OF_TOKENS = re.compile(r"(?i)(?<![a-z])(?:logits?|logps?|logprobs?)(?![a-z])")
 
 
@@ -60,6 +61,28 @@ def never_moves(run: Run) -> Alarm | None:
         severity="warning" if series.is_short else "error",
         variant=differ if "reward" in run.series else "supervised",
         since=int(series.steps[0]) if series is loss else onset(series, "down"),
+    )
+
+
+def warm_up_is_longer(run: Run) -> Alarm | None:
+    """D51: the learning rate rises for a multiple of the configured steps."""
+    rate, options = run.finite("lr"), run.record.header.config if run.record is not None else run.config
+    configured = [value for name, value in flat(options) if WARM_UP.search(name) and type(value) is int]
+    peak = int(np.argmax(rate.values)) if len(rate.values) else 0
+    if len(configured) != 1 or configured[0] < 1 or peak < FEWEST_STEPS:
+        return None
+    slopes = np.diff(rate.values[: peak + 1]) / np.diff(rate.steps[: peak + 1])
+    took = float(rate.values[peak] / max(np.median(slopes), 1e-30))
+    factor = took / configured[0]
+    is_line = np.ptp(slopes) < 0.1 * abs(np.median(slopes))
+    if not is_line or factor < 1.5 or abs(factor - round(factor)) > 0.05 * factor:
+        return None
+    return alarm(
+        "D51",
+        rate,
+        found=f"it rises for {took:.0f} steps, {round(factor)} times the {configured[0]} that are configured",
+        since=int(rate.steps[0]),
+        factor=round(factor),
     )
 
 
@@ -385,6 +408,7 @@ RULES = (
     numbers_that_are_none,
     never_moves,
     rate_rises_again,
+    warm_up_is_longer,
     entropy_collapses,
     entropy_rises,
     critic_fails,

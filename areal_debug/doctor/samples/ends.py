@@ -94,8 +94,7 @@ def are_copies(rows: Rows) -> Finding | None:
         key = int(rows.step[row]), int(rows.content[row]), rows.tokens(row).tobytes()
         seen.setdefault(key, []).append(row)
     for members in seen.values():
-        places = rows.rank[members] if rows.is_data[members].all() else members
-        flagged[members] = len(np.unique(places)) > 1
+        flagged[members] = len(members) > 1
     if not enough(flagged, among):
         return None
     count = f"{int(flagged.sum())} of {int(among.sum())}"
@@ -105,9 +104,15 @@ def are_copies(rows: Rows) -> Finding | None:
             f"{surprise[flagged].min():.0f} nats or more: equal seeds, or one answer counted twice"
         )
         return finding("S13", found, rows, flagged, among, title="sampled")
-    found = f"{count} rows are the same on several ranks of their step"
+    ranks = [len(set(rows.rank[of])) for of in seen.values() if len(of) > 1]
+    is_of_ranks = float(np.mean(ranks)) > 1.5
+    found = f"{count} rows are the same as another one of their step" + ", on another rank" * is_of_ranks
     is_clear = has_support(rows, flagged) and share(flagged, among) > NEARLY_HALF
-    return finding("S13", found, rows, flagged, among, title="ranks") if is_clear else None
+    return (
+        finding("S13", found, rows, flagged, among, title="ranks" if is_of_ranks else "data")
+        if is_clear
+        else None
+    )
 
 
 def mask_leaves_out(rows: Rows) -> Finding | None:

@@ -58,6 +58,8 @@ class Rows:
     skipped: np.ndarray
     unended: np.ndarray
     doubled: np.ndarray
+    advantage: np.ndarray
+    apart: np.ndarray
     bounds: np.ndarray
     ids: np.ndarray
     logprobs: np.ndarray
@@ -201,6 +203,8 @@ def read_rows(record: Record, damage: Damage) -> Rows | None:
 
 
 OF_TOKENS = ("ids", "logprobs", "difference", "ends")
+INPUTS = ("advantages", "prox_logp", "ref_logp")
+UNKNOWN = np.full(1, np.nan)
 EDGES = ("skipped", "unended", "doubled")
 
 
@@ -233,6 +237,14 @@ def rows_of_step(step: RecordedStep, most_tokens: int, words: dict[str, int]) ->
     return rows
 
 
+def inputs_of(step: RecordedStep, rank: int) -> dict[str, np.ndarray]:
+    """Return the inputs to a rank's loss that rules read, float64 [tokens], aligned to the token."""
+    entry = step.manifest.batches.get(step.rank_name("learning", rank, "safetensors"))
+    names = [name for name in INPUTS if entry is not None and name in entry.tensors]
+    found = step.learning(rank, names) if names else {}
+    return {name: np.roll(values.astype(np.float64), 1) for name, values in found.items()}
+
+
 def rows_of_rank(step: RecordedStep, rank: int, words: dict[str, int]) -> list[dict[str, Any]]:
     """Return the rows of a rank with a completion."""
     arrays = step.batch(rank)
@@ -242,6 +254,7 @@ def rows_of_rank(step: RecordedStep, rank: int, words: dict[str, int]) -> list[d
     }
     texts = None if known["input_ids"].all() else step.text(rank)
     trainer = recomputed(step, rank)
+    computed = inputs_of(step, rank)
     lengths = arrays.get("prompt_length")
     lengths_known = step.known(rank, "prompt_length")
     rows = []
@@ -265,6 +278,11 @@ def rows_of_rank(step: RecordedStep, rank: int, words: dict[str, int]) -> list[d
             "prompt_length": int(lengths[row]) if lengths is not None and lengths_known[row] else -1,
             "rank": rank,
         } | dict.fromkeys(EDGES, -1)
+        inputs = {name: values[here][trained] for name, values in computed.items()}
+        given = inputs.get("advantages", UNKNOWN)
+        facts["advantage"] = float(given[0]) if len(given) and np.ptp(given) == 0 else np.nan
+        ratio = inputs.get("ref_logp", UNKNOWN) - inputs.get("prox_logp", UNKNOWN)
+        facts["apart"] = float((np.expm1(ratio) - ratio).mean()) if len(ratio) else np.nan
         if known["input_ids"][row] and known["loss_mask"][row] and len(trained):
             ids = arrays["input_ids"][here]
             engine = arrays["logprobs"][here][trained].astype(np.float32)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from areal_debug.doctor.samples.computed import advantages_of_others, reference_is_other, weights_stand_still
 from areal_debug.doctor.samples.control_tokens import control_token_spike
 from areal_debug.doctor.samples.ends import are_copies, begins_twice, mask_leaves_out, reasons_contradict
 from areal_debug.doctor.samples.evidence import Finding
@@ -20,6 +21,9 @@ OF_ROWS: tuple[Callable[[Rows], Finding | None], ...] = (
     are_copies,
     mask_leaves_out,
     begins_twice,
+    weights_stand_still,
+    advantages_of_others,
+    reference_is_other,
     magic_phrase,
     length_is_paid,
     repeats_itself,
