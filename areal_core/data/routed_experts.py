@@ -35,8 +35,9 @@ class RoutingSizes:
                 f"has {list(expected)}: they were recorded with another model"
             )
         chosen = chosen[..., : self.top_k]
-        if len(chosen) and not UNKNOWN <= int(chosen.min()) <= int(chosen.max()) < self.num_experts:
+        least, most = (int(chosen.min()), int(chosen.max())) if len(chosen) else (0, 0)
+        if not UNKNOWN <= least <= most < self.num_experts:
             raise ValueError(
-                f"routed_experts go from {int(chosen.min())} to {int(chosen.max())}, and the model has "
+                f"routed_experts name expert {least if least < UNKNOWN else most}, and the model has "
                 f"{self.num_experts} experts: they were recorded with another model"
             )

@@ -14,11 +14,12 @@ of Transformers' attention interface compute them, and `choose_attention` picks 
 The sequences may be the segments of a tree of tokens (`trees/token_tree.py`). Each then attends to
 its own tokens and to those before it in its row, and to no others: `KeyBlocks`.
 
-Why bits follow from the shape of a batch, on a CPU: products of one to three rows, and softmax over
-fewer than 16 keys, add in another order than larger ones; SDPA divides queries and keys into blocks
-that depend on their number, and so do products with sums over the keys. With at least `MIN_ROWS`
-rows and `MIN_KEYS` keys, and sums over `KEY_TILE` keys at a time, each row of a product and of a
-softmax has the same bits in any batch: `parity.py` measures that on the machine.
+Why bits follow from the shape of a batch, on a CPU: products of few rows (1 to 15 with AMX, 1 to 3 on
+another one), and softmax over fewer than 16 keys, add in another order than larger ones; SDPA
+divides queries and keys into blocks that depend on their number, and so do products with sums over
+the keys. With at least `MIN_ROWS` rows and `MIN_KEYS` keys, and sums over `KEY_TILE` keys at a time,
+each row of a product and of a softmax has the same bits in any batch: `parity.py` measures that on
+the machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -321,7 +322,7 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scal
     grouped = query.reshape(batch, kv_heads, -1, head_dim).float() * scaling
     count = grouped.shape[2]
     grouped = pad(grouped, (0, 0, 0, max(0, MIN_ROWS - count)))
-    scores = grouped @ key.float().transpose(2, 3)  # [batch, kv_heads, at least 4, keys]
+    scores = grouped @ key.float().transpose(2, 3)  # [batch, kv_heads, at least 16, keys]
     by_query = scores[:, :, :count].view(batch, kv_heads, -1, new, key.shape[2])
     by_query.masked_fill_(~allowed[:, :, None], -torch.inf)
     attended = torch.zeros((), device=query.device)

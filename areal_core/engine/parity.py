@@ -47,7 +47,7 @@ LONGEST = {"cpu": 512, "cuda": 8192}  # tokens of that row; a larger window is r
 # show. Families that pack wrongly differ by 0.05 to 4 in float32.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.01, torch.float16: 0.002}
 # Of products and of attention, in `require_invariant_products`.
-CHECKED_ROWS, CHECKED_KEYS = (MIN_ROWS, 5, 33, 512), (MIN_KEYS, 33, 130, 200, 300, 700, 1024)
+CHECKED_ROWS, CHECKED_KEYS = (MIN_ROWS, 17, 33, 512), (MIN_KEYS, 33, 130, 200, 300, 700, 1024)
 NOISE_FACTOR = 4.0  # of the measured noise
 LEAK_FACTOR = 1 / 4  # of the tolerance: the same shapes are computed twice, so rounding cancels
 # Options of layers whose attention depends on the whole forward; a few short rows do not show it.

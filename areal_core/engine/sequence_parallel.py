@@ -25,7 +25,7 @@ from areal_core.errors import RanksError
 
 Group = dist.ProcessGroup
 # Products of fewer rows add in another order on a CPU: see `attention.py`.
-MIN_ROWS = 4
+MIN_ROWS = 16
 
 
 @dataclass(frozen=True)
