@@ -7,6 +7,7 @@ thread, and only where both show the same Python frames: a thread that moved in 
 first stack.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -31,7 +32,6 @@ from hangdoctor.parse.endings import Ended, endings_of
 from hangdoctor.parse.job_log import Text, read_job_log
 from hangdoctor.parse.location import ProcessName, coordinates_in, parse_name
 from hangdoctor.parse.logs import parse_log, running_records, watchdog_records, watchdog_timeouts
-from hangdoctor.waits import wait_of
 
 
 def merge_native(threads: tuple[Thread, ...], natives: tuple[Thread, ...]) -> tuple[Thread, ...]:
@@ -54,6 +54,7 @@ def python_frames(thread: Thread) -> tuple[tuple[str, int], ...]:
 
 
 Key = tuple[str, int]
+RAY_GET = re.compile("get|get_objects|wait")
 
 
 @dataclass(slots=True)
@@ -186,9 +187,11 @@ def is_launcher(reading: Reading, name: str) -> bool:
     """
     if any(of_launcher(frame) for thread in threads_of(reading, name) for frame in thread.frames):
         return True
+    if not calls_actors(reading, name):
+        return False
     actor = actor_of(reading, name)
-    others = [other for other in reading.processes if actor_of(reading, other) not in (actor, "")]
-    return calls_actors(reading, name) and any(not calls_actors(reading, other) for other in others)
+    others = (other for other in reading.processes if actor_of(reading, other) not in (actor, ""))
+    return any(not calls_actors(reading, other) for other in others)
 
 
 def threads_of(reading: Reading, name: str) -> tuple[Thread, ...]:
@@ -201,7 +204,8 @@ def actor_of(reading: Reading, name: str) -> str:
 
 
 def calls_actors(reading: Reading, name: str) -> bool:
-    return any(wait_of(thread.frames).operation == "ray.get" for thread in threads_of(reading, name))
+    innermost = (frame for thread in threads_of(reading, name) for frame in thread.frames[:4])
+    return any(RAY_GET.fullmatch(frame.function) and "ray/_private/" in frame.file for frame in innermost)
 
 
 def dump_of(reading: Reading, listed: dict[str, ProcessEntry], key: Key, mask: Masker) -> ProcessDump:
