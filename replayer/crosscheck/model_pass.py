@@ -32,7 +32,7 @@ class ModelPass:
         for model, routers in self.models:
             matrix = np.zeros(rows.mask.shape)
             with torch.no_grad():
-                for row in range(len(matrix)):
+                for row in np.flatnonzero(rows.lengths > 1).tolist():
                     logprobs = self.row(model, routers, rows, row)
                     matrix[row, : len(logprobs)] = logprobs.double().numpy()
             found.append(np.where(rows.mask, matrix, 0.0))
