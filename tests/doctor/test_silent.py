@@ -25,7 +25,7 @@ def doctor(path):
     return {alarm["id"]: alarm for alarm in found["alarms"]}, found["checks"]
 
 
-def write(folder, config=None, metrics=None, change=None, model=None, steps=STEPS):
+def write(folder, config=None, metrics=None, change=None, model=None, steps=STEPS, is_logged=True):
     """Write a run whose rows `change` may spoil: it gets a row and its number in the step."""
     rng = np.random.default_rng(1)
     with Recorder(folder, trainer="slime", config=config or {}, model=model) as recorder:
@@ -49,7 +49,8 @@ def write(folder, config=None, metrics=None, change=None, model=None, steps=STEP
                     change(row, number, rows)
                 rows.append(row)
             stats = {name: value(step) for name, value in (metrics or {}).items()}
-            recorder.step(step, rows, stats={"train/grad_norm": 0.5 + 0.1 * rng.random()} | stats)
+            stats = {"train/grad_norm": 0.5 + 0.1 * rng.random()} | stats
+            recorder.step(step, rows, stats=stats if is_logged else None)
     return folder
 
 
@@ -265,6 +266,41 @@ def computed(at):
 def test_what_engine_and_trainer_computed_of_rows(tmp_path, at, says):
     found, _ = doctor(write(tmp_path / "r", change=computed(at)))
     assert {id: found[id]["title"] for id in ("S16", "S17", "S18") if id in found} == says
+
+
+@pytest.mark.parametrize(
+    ("config", "metrics", "steps", "is_accused"),
+    [
+        ({"lr": 1e-6}, {}, FEW, True),
+        ({"lr": 0.0}, {}, FEW, False),
+        ({}, {"train/lr": lambda step: 0.0}, FEW, False),
+        ({}, {"train/lr": lambda step: 1e-6 * min(step, 1)}, FEW, True),
+        ({}, {"train/lr": lambda step: 1e-9 * step}, FEW, False),  # a warm-up that has not ended
+        ({}, {"train/grad_norm": lambda step: 0.0}, FEW, False),  # D13
+        ({}, None, FEW, False),  # nothing is logged: a model that is not trained
+        ({}, {}, 1, False),
+    ],
+)
+def test_weights_stand_still_only_where_updates_should_move_them(
+    tmp_path, config, metrics, steps, is_accused
+):
+    folder = write(
+        tmp_path / "r", config, metrics, computed("weights"), steps=steps, is_logged=metrics is not None
+    )
+    assert ("S16" in doctor(folder)[0]) == is_accused
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "is_accused"),
+    [
+        ({}, FEW - 1, False),
+        ({"ref": {"path": "another"}}, FEW, False),
+        ({"ref": {"param_offload": True}}, FEW, True),
+    ],
+)
+def test_a_reference_is_judged_by_eight_steps_that_name_no_other(tmp_path, config, steps, is_accused):
+    found, _ = doctor(write(tmp_path / "r", config, change=computed("reference"), steps=steps))
+    assert ("S18" in found) == is_accused
 
 
 def test_advantages_of_rows_in_succession_are_named(tmp_path):

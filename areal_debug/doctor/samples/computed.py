@@ -4,7 +4,9 @@ import re
 
 import numpy as np
 
+from areal_debug.doctor.names import choose_names
 from areal_debug.doctor.read import flat
+from areal_debug.doctor.rows import logged
 from areal_debug.doctor.samples.evidence import FEWEST_ROWS, Finding, finding, has_support, share
 from areal_debug.doctor.samples.read import Rows
 from areal_debug.doctor.series import FEWEST_STEPS
@@ -14,20 +16,18 @@ APART, FEWEST_APART = 0.5, 4  # share of the steps, and steps, between rows that
 NEARLY_ALL = 0.95
 CENTRED, FEWEST_WINDOWS = 1e-3, 6  # of the spread of the advantages: what rounding leaves of a mean
 LEAST_KL = 1e-3  # nats a token: two models, not two kernels
-OF_REFERENCE = re.compile(r"(?i)\bref(erence)?(_|\.).*(path|load|model|dir|checkpoint)$|^ref_load$")
+OF_REFERENCE = re.compile(r"(?i)\bref(erence)?(_|\.).*(path|load|model|dir|checkpoint)$")
+OF_RATE = re.compile(r"(?i)(^|\.)(lr|learning_rate)$")
 BY_NOTHING, VARIED = 1e-4, 0.01  # a deviation that divides, and the one of all rewards
 
 
 def weights_stand_still(rows: Rows) -> Finding | None:
     """S16: the same first token after the same prompt has the same log-prob in steps far apart."""
-    steps = np.unique(rows.step)
-    versions = [rows.record.step(int(step)).manifest.version for step in steps[[0, -1]]]
-    begins = rows.bounds[:-1][usable := rows.lengths > 0]
-    if versions[0] == versions[1] or not len(begins):
+    steps, at = np.unique(rows.step), np.flatnonzero(rows.lengths > 0)
+    at = at[(rows.content[at] != 0) & (rows.logprobs[rows.bounds[at]] < LIKELY)]
+    begins = rows.bounds[at]
+    if not is_updated(rows, steps):
         return None
-    at = np.flatnonzero(usable)
-    known = (rows.content[at] != 0) & (rows.logprobs[begins] < LIKELY)
-    at, begins = at[known], begins[known]
     own = rows.logprobs[begins] + rows.difference[begins]
     again, flagged, moved = np.zeros(len(rows), bool), np.zeros(len(rows), bool), []
     keys = np.stack([rows.content[at], rows.ids[begins].astype(np.int64)])
@@ -49,6 +49,26 @@ def weights_stand_still(rows: Rows) -> Finding | None:
         "of their log-probs are the same to the last digit"
     )
     return finding("S16", found, rows, flagged, again, title=title)
+
+
+def is_updated(rows: Rows, steps: np.ndarray) -> bool:
+    """Return whether logged updates between steps are no warm-up, and of a rate and gradients above 0."""
+    records = [rows.record.step(int(step)) for step in steps]
+    stats = [logged(step) for step in records[:-1]]
+    names = choose_names(sorted(set().union(*stats)))
+    rate, norm = (
+        np.array([one[names[quantity]] for one in stats if names.get(quantity) in one])
+        for quantity in ("lr", "grad_norm")
+    )
+    configured = [value for name, value in flat(rows.record.header.config) if OF_RATE.search(name)]
+    warms_up = len(rate) > 1 and (np.diff(rate) > 0).all()
+    is_still = (len(norm) and not norm.any()) or not any(rate if len(rate) else configured or [1.0])
+    is_trained = bool({"lr", "grad_norm", "loss", "policy_loss"} & names.keys())
+    return (
+        is_trained
+        and records[0].manifest.version != records[-1].manifest.version
+        and not (warms_up or is_still)
+    )
 
 
 def advantages_of_others(rows: Rows) -> Finding | None:
@@ -83,7 +103,7 @@ def window_of_others(rows: Rows, among: np.ndarray, groups: list[np.ndarray]) ->
     if any(len(of) != size for of in groups) or not spread:
         return None
     own = np.array([abs(rows.advantage[of].mean()) for of in groups]) / spread
-    if len(own) < FEWEST_WINDOWS or np.median(own) < 20 * CENTRED:
+    if np.median(own) < 20 * CENTRED:
         return None
     known = np.flatnonzero(np.isfinite(rows.advantage))
     for order in (known, known[np.lexsort((rows.group[known], rows.sample[known], rows.step[known]))]):
@@ -106,7 +126,9 @@ def reference_is_other(rows: Rows) -> Finding | None:
     first = rows.record.step(rows.record.steps[0]).manifest
     is_first = (rows.step == first.step) & np.isfinite(rows.apart)
     paths = {
-        str(value) for name, value in flat(rows.record.header.config) if OF_REFERENCE.search(name) and value
+        value
+        for name, value in flat(rows.record.header.config)
+        if OF_REFERENCE.search(name) and value and isinstance(value, str)
     }
     is_begin = first.version == 1 and len(rows.record.steps) >= FEWEST_STEPS
     if not is_begin or not is_first.any() or paths - {str(rows.record.header.model["path"])}:
