@@ -102,46 +102,54 @@ def model(tmp_path_factory):
     )
 
 
-def write_trained(folder, model, reported, since=0):
-    """Record a step with the gradient norm, of rows from one on, of Transformers in float32; ratios are 1."""
+def write_trained(folder, model, reported, since=0, temperature=1.0, kl=0.0):
+    """Record a step with the gradient norm, of rows from one on, of Transformers in float32; ratios are 1.
+
+    With `kl`, that is a weight in the gradient of a loss that is logged without it.
+    """
     from transformers import AutoModelForCausalLM
 
     rows = steps.make_rows(5, (4, 4), tools=False)
     given = steps.advantages(rows, steps.How())
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    total, count = torch.zeros(()), sum(len(row.tokens) for row in rows)
+    total, penalty, count = torch.zeros(()), torch.zeros(()), sum(len(row.tokens) for row in rows)
     for number, (row, advantage) in enumerate(zip(rows, given, strict=True)):
         tokens = torch.tensor([row.prompt + row.tokens])
-        logprobs = network(tokens).logits[0, :-1].log_softmax(1).gather(1, tokens[0, 1:, None])[:, 0]
-        own = logprobs[-len(row.tokens) :]
+        logits = network(tokens).logits[0, :-1] / temperature
+        own = logits.log_softmax(1).gather(1, tokens[0, 1:, None])[-len(row.tokens) :, 0]
+        d = own - torch.tensor(row.ref)
+        penalty = penalty + kl * ((-d).exp() + d - 1).sum() / count
         ratio = (own - own.detach()).exp() if number >= since else 1.0
         total = total - (advantage * ratio).sum() / count
-    total.backward()
+    (total + penalty).backward()
     norm = torch.stack([p.grad.square().sum() for p in network.parameters()]).sum().sqrt()
-    config = steps.TRL | {"steps_per_generation": 3, "beta": 0.0, "max_grad_norm": 0.25}
+    config = steps.TRL | {"steps_per_generation": 3, "beta": kl, "max_grad_norm": 0.25}
+    config |= {"temperature": temperature, "use_bias_correction_kl": False}
     samples = [
         {
             "prompt_tokens": row.prompt, "completion_tokens": row.tokens, "reward": row.reward,
-            "group": row.group, "finish_reason": "stop", "advantages": advantage.tolist(),
+            "group": row.group, "finish_reason": "stop", "advantages": advantage.tolist(), "ref_logprobs": row.ref,
         }
         for row, advantage in zip(rows, given, strict=True)
     ]  # fmt: skip
+    name = "actor/pg_loss" if kl else "loss"
     with Recorder(folder, config=config, trainer="trl", model=model) as recorder:
-        recorder.step(0, samples, stats={"loss": float(total.detach()), "grad_norm": reported(float(norm))})
+        recorder.step(0, samples, stats={name: float(total.detach()), "grad_norm": reported(float(norm))})
     return folder
 
 
 @pytest.mark.parametrize(
-    ("reported", "since", "verdict", "option"),
+    ("reported", "how", "verdict", "option"),
     [
-        (float, 0, "equal", []),
-        (lambda norm: min(norm, 0.25), 0, "differs", ["norm"]),
-        (float, 6, "differs", ["gradient_of"]),  # of the last of three micro-batches
-        pytest.param(lambda norm: 2 * norm, 0, "differs", ["gradient_scale"], marks=pytest.mark.long),
+        (float, {}, "equal", []),
+        (float, {"temperature": 0.5, "kl": 0.04}, "equal", []),
+        (lambda norm: min(norm, 0.25), {}, "differs", ["norm"]),
+        (float, {"since": 6}, "differs", ["gradient_of"]),  # of the last of three micro-batches
+        pytest.param(lambda norm: 2 * norm, {}, "differs", ["gradient_scale"], marks=pytest.mark.long),
     ],
 )
-def test_a_gradient_norm_is_recomputed_from_the_model(model, tmp_path, reported, since, verdict, option):
-    report = check(write_trained(tmp_path / "record", model, reported, since))
+def test_a_gradient_norm_is_recomputed_from_the_model(model, tmp_path, reported, how, verdict, option):
+    report = check(write_trained(tmp_path / "record", model, reported, **how))
     stages = {stage.stage: stage for stage in report.opinions[0].stages}
     assert (stages["loss"].verdict, stages["gradient"].verdict) == ("equal", verdict)
     assert [change.option for change in stages["gradient"].changes] == option
@@ -174,11 +182,14 @@ def write_silent(
     by_sample=False,
     kl_reward=None,
     clip=torch.maximum,
+    dual=None,
+    over_all=False,
     peers=False,
 ):
     """Write a step as slime or NeMo-RL compute it, but for what is given.
 
-    With `least`, some rows do not count, and add that to the divisor. With `by_sample`, groups are
+    With `least`, some rows do not count, and add that to the divisor; `over_all`, their tokens. With
+    `dual`, losses of all advantages are bounded by it. With `by_sample`, groups are
     rows in succession, all first samples before all second ones. With `kl_reward`, REINFORCE++
     sums the KL of these tokens into the returns.
     """
@@ -189,6 +200,8 @@ def write_silent(
     how = steps.How(spread=lambda own, every: own.std() + 1e-6, group=group)
     given = steps.advantages(rows, how)
     is_slime, config = trainer == "slime", dict(SLIME if trainer == "slime" else NEMO)
+    if dual:
+        config["loss_fn"] = config["loss_fn"] | {"ratio_clip_c": dual}
     if peers:  # the mean and deviation of the other rows, which do not divide where they are equal
         config["grpo"] = config["grpo"] | {"use_leave_one_out_baseline": True}
         others = [torch.tensor([o.reward for o in rows if o.group == r.group and o is not r]) for r in rows]
@@ -223,9 +236,11 @@ def write_silent(
         every = {"counts": torch.tensor(row.counts).float(), "whole": torch.ones(len(row.tokens))}
         one = advantage[:1].expand(len(row.tokens)) if mask == "whole" else advantage
         ratio = (torch.tensor(row.new) - torch.tensor(row.old)).exp()
-        loss = clip(-one * ratio, -one * ratio.clamp(0.8, 1.2)) * every[mask]
+        loss = clip(-one * ratio, -one * ratio.clamp(0.8, 1.2))
+        loss = (loss if dual is None else torch.minimum(loss, -one * dual)) * every[mask]
+        size = every["whole" if over_all and not any(row.counts) else "counts"].sum()
         d = kl * (torch.tensor(row.new) - torch.tensor(row.ref))
-        losses.append((loss + 0.04 * ((-d).exp() + d - 1) * every[kl_mask], every["counts"].sum()))
+        losses.append((loss + 0.04 * ((-d).exp() + d - 1) * every[kl_mask], size))
     if is_slime:
         total = torch.stack([loss.sum() / count.clamp(min=1) for loss, count in losses]).mean()
     else:
@@ -277,6 +292,8 @@ def returns_of(row, of):
         ("nemo-rl", {"least": 0}, None, None, ""),
         ("nemo-rl", {"peers": True}, None, None, ""),
         ("nemo-rl", {"clip": torch.minimum}, "loss", "clipped", "is the smaller loss"),
+        ("nemo-rl", {"dual": 3.0}, "loss", "dual_clip_of", "all advantages"),
+        ("nemo-rl", {"least": 0, "over_all": True}, "loss", "aggregation", "truncated ones in the divisor"),
         ("nemo-rl", {"least": 1}, "loss", "aggregation", "one for each row without a token"),
         ("slime", {"kl": -1}, "loss", "kl_estimator", "k3 of the exchanged arguments"),
         ("slime", {"kl_mask": "whole"}, "loss", "kl_mask", "everything after the prompt"),
@@ -383,12 +400,16 @@ def write_supervised(folder, config, loss, pairs):
     return folder
 
 
-def dpo(reduce, sign=1.0):
+def dpo(reduce, sign=1.0, of=lambda edge: torch.nn.functional.softplus(-edge)):
     def loss(rows):
         scores = torch.stack([reduce(row) for row in rows])
-        return torch.nn.functional.softplus(-0.1 * sign * (scores[::2] - scores[1::2])).mean()
+        return of(0.1 * sign * (scores[::2] - scores[1::2])).mean()
 
     return loss
+
+
+def smoothed(edge):
+    return 0.9 * torch.nn.functional.softplus(-edge) + 0.1 * torch.nn.functional.softplus(edge)
 
 
 DPO, SFT = {"loss_type": ["sigmoid"], "beta": 0.1}, {"loss_type": "nll", "gradient_accumulation_steps": 4}
@@ -401,12 +422,15 @@ DPO, SFT = {"loss_type": ["sigmoid"], "beta": 0.1}, {"loss_type": "nll", "gradie
         (DPO, dpo(torch.mean), "pair_scores"),
         (DPO, dpo(lambda row: row[1:].sum()), "policy_mask"),
         (DPO, dpo(torch.sum, -1.0), "beta"),
+        (DPO, dpo(torch.sum, of=smoothed), "label_smoothing"),
+        (DPO | {"loss_type": ["hinge"]}, dpo(torch.sum, of=lambda edge: torch.relu(1 - edge)), None),
+        (DPO | {"loss_type": ["ipo"]}, dpo(torch.mean, of=lambda edge: (10 * edge - 5) ** 2), None),
         (SFT, lambda rows: -torch.cat(rows).mean(), None),
         (SFT, lambda rows: -torch.stack([torch.cat(rows[n : n + 2]).mean() for n in (0, 2, 4, 6)]).mean(), "aggregation"),
     ],
 )  # fmt: skip
 def test_losses_of_pairs_and_of_data_are_recomputed(tmp_path, config, loss, option):
-    report = check(write_supervised(tmp_path / "record", config, loss, config is DPO))
+    report = check(write_supervised(tmp_path / "record", config, loss, "beta" in config))
     stage = next(stage for stage in report.opinions[0].stages if stage.stage == "loss")
     assert (stage.verdict, [c.option for c in stage.changes]) == (
         "differs" if option else "equal",
