@@ -20,7 +20,7 @@ from torch import Tensor
 
 from replayer.crosscheck.options import Options
 from replayer.crosscheck.step_rows import Floats, StepRows
-from replayer.crosscheck.their_configs import TRL_AGGREGATIONS, as_trl, as_verl
+from replayer.crosscheck.their_configs import TABLES, TRL_AGGREGATIONS, as_trl, as_verl, with_none
 from replayer.crosscheck.twin import LossInputs, correction, groups_of, mask_of
 
 
@@ -76,13 +76,18 @@ class Trl:
 
     def advantages(self, rows: StepRows, options: Options) -> Floats:
         """Compute advantages [N, T] in float64. Raises CannotRun."""
-        order, size = equal_groups(rows)
+        counts, order = np.bincount(rows.groups), np.argsort(rows.groups, kind="stable")
+        if counts.min() != counts.max() or counts[0] < 2:
+            raise CannotRun(
+                f"TRL takes the same number of answers to every prompt, at least 2; here it is {counts.min()} "
+                f"to {counts.max()}"
+            )
         rewards = torch.from_numpy(rows.rewards[order] * options.reward_scaling)
         ids = [[1]] * len(order)
         stand_in = trl_stand_in(
             _generate=lambda prompts: (ids, ids, None, [""] * len(order), None, {}, None, []),
             _calculate_rewards=lambda *_: rewards[:, None],
-            num_generations=size,
+            num_generations=int(counts[0]),
             scale_rewards=options.std or "none",
         )
         with in_float64():
@@ -110,11 +115,7 @@ class Trl:
 
         def compute(current: Tensor) -> Tensor:
             stand_in = trl_stand_in(
-                _get_per_token_logps_and_entropies=lambda *_, **__: (
-                    current,
-                    torch.zeros_like(current),
-                    None,
-                ),
+                _get_per_token_logps_and_entropies=lambda *_, **__: (current, 0 * current.detach(), None),
                 beta=options.kl_coef,
                 loss_type=kinds[options.aggregation],
                 importance_sampling_level=options.ratio_level,
@@ -133,44 +134,19 @@ class Trl:
         return gradient_of(compute, given)
 
 
-def equal_groups(rows: StepRows) -> tuple[np.ndarray, int]:
-    counts = np.bincount(rows.groups)
-    if len(set(counts.tolist())) != 1 or counts[0] < 2:
-        raise CannotRun(
-            f"TRL takes the same number of answers to every prompt, at least 2; here it is {counts.min()} "
-            f"to {counts.max()}"
-        )
-    return np.argsort(rows.groups, kind="stable"), int(counts[0])
-
-
 def trl_stand_in(**given: Any) -> SimpleNamespace:
     """Return what GRPOTrainer's methods read of `self`: one process, no tools, no vLLM."""
-    itself = lambda value, *_, **__: value  # noqa: E731
-    return SimpleNamespace(
-        **{
-            "accelerator": SimpleNamespace(
-                device=torch.device("cpu"), process_index=0, num_processes=1, gather=itself, reduce=itself,
-                gather_for_metrics=itself, sync_gradients=True,
-            ),
-            "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
-            "args": SimpleNamespace(
-                per_device_train_batch_size=1, gradient_checkpointing_kwargs=None, steps_per_generation=1,
-                gradient_accumulation_steps=1, delta=None, use_bias_correction_kl=False,
-            ),
-            "_tokenizer": SimpleNamespace(pad_token_id=0),
-            "_metrics": defaultdict(lambda: defaultdict(list)),
-            "_logs": defaultdict(lambda: defaultdict(list)) | {"prompt": [], "completion": [], "advantages": []},
-            "_pending_extra_logs": {}, "_pending_metrics": {}, "reward_weights": torch.ones(1),
-            "reward_funcs": [None], "reward_func_names": ["reward"], "environment_factories": None,
-            "environments": None, "tools": None, "pad_to_multiple_of": None, "eos_token_ids": [1],
-            "mask_truncated_completions": False, "num_iterations": 1, "use_vllm": False,
-            "vllm_importance_sampling_correction": False, "ref_model": None, "beta": 0.0,
-            "multi_objective_aggregation": "sum_then_normalize", "log_multimodal": False,
-            "aux_loss_enabled": False, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None,
-            "_entropy_bonus_enabled": False, "current_gradient_accumulation_steps": 1, "_is_vlm": False,
-        }
-        | given
-    )  # fmt: skip
+    table = TABLES["trl-self"]
+    found = with_none(table["values"]) | {
+        name: SimpleNamespace(**with_none(row)) for name, row in table["objects"].items()
+    }
+    found["accelerator"].device = torch.device("cpu")
+    for name in ("gather", "reduce", "gather_for_metrics"):
+        setattr(found["accelerator"], name, lambda value, *_, **__: value)
+    logs, metrics = (defaultdict[str, Any](lambda: defaultdict(list)) for _ in range(2))
+    logs |= {"prompt": [], "completion": [], "advantages": []}
+    found |= {"_logs": logs, "_metrics": metrics, "_pending_extra_logs": {}, "_pending_metrics": {}}
+    return SimpleNamespace(**found | {"reward_weights": torch.ones(1), "reward_funcs": [None]} | given)
 
 
 class Verl:

@@ -5,7 +5,7 @@ comes out. The first number that differs is found, and a whole factor names the 
 layout has 4 micro-batches and the other one, it is a mean where a sum belongs, or the other way.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from statistics import fmean
@@ -118,7 +118,13 @@ def compare_layouts(one: StepRows, other: StepRows) -> Invariance:
         wrong = np.flatnonzero(~np.isclose(values[0], values[1], rtol=TOLERANCE, atol=1e-5))
         at = int(wrong[0]) if len(wrong) else 0
         pairs.append(("the advantage of a token", float(values[0][at]), float(values[1][at])))
-    pairs += numbers_of(one, other)
+    for name, what in (("loss", "the loss of a step"), ("grad_norm", "the gradient norm of a step")):
+        both_values = [
+            [v for update in rows.updates if (v := getattr(update, name)) is not None]
+            for rows in (one, other)
+        ]
+        if all(both_values):
+            pairs.append((what, fmean(both_values[0]), fmean(both_values[1])))
     found = [
         Difference(what, a, b, ratio := b / a if a else float("inf"), name_factor(ratio, *layouts))
         for what, a, b in pairs
@@ -139,14 +145,3 @@ def compare_layouts(one: StepRows, other: StepRows) -> Invariance:
         sentence = f"{first.what} depends on the layout: {first.one:.6g} and {first.other:.6g}, "
         sentence += f"a factor of {first.ratio:.4g}: {first.named}"
     return Invariance("differs" if found else "equal", one.step, sentence, tuple(found), compared, apart)
-
-
-def numbers_of(one: StepRows, other: StepRows) -> Iterator[tuple[str, float, float]]:
-    for what in ("loss", "grad_norm"):
-        values = [
-            [v for update in rows.updates if (v := getattr(update, what)) is not None]
-            for rows in (one, other)
-        ]
-        if all(values):
-            name = what.replace("grad_", "gradient ")
-            yield f"the {name} of a step", fmean(values[0]), fmean(values[1])

@@ -23,6 +23,7 @@ from replayer.crosscheck.twin import (
     Loss,
     LossInputs,
     advantages_of,
+    exactly,
     kl_rewards,
     loss_inputs,
     loss_of,
@@ -126,11 +127,6 @@ def where_counted(rows: StepRows, values: Floats, configured: Options) -> Floats
     """Return values with nan at tool tokens and in rows that do not count: some give a row one number."""
     tools = mask_of(rows, Options(mask="everything after the prompt")) & ~rows.mask
     return np.where(tools | ~mask_of(rows, configured).any(1, keepdims=True), np.nan, values)
-
-
-def exactly(values: object) -> Bounded:
-    exact = np.asarray(values, np.float64)
-    return Bounded(exact, np.zeros(exact.shape))
 
 
 def reduced(values: Bounded, how: str) -> Bounded:
@@ -304,15 +300,13 @@ class Comparison:
 
         found = Explanation()
         if stage != "rewards":  # recorded rewards depend on no option
-            found = explain(
-                self.base,
-                self.configured.options,
-                stages,
-                misfit,
-                is_number=wrong[1].value.ndim == 0 and len(observed) == 1,
-                counts=self.configured.counts.values(),
-            )
+            is_number = wrong[1].value.ndim == 0 and len(observed) == 1
+            found = self.explain(stages, misfit, is_number=is_number)
         self.differs(stage, wrong[0].name, found, **where(self.rows, *wrong))
+
+    def explain(self, stages: Sequence[str], misfit: Callable[[Options], float], **how: Any) -> Explanation:
+        how = {"counts": self.configured.counts.values()} | how
+        return explain(self.base, self.configured.options, stages, misfit, **how)
 
     def why_not(self, stage: str, observed: list[Observation]) -> str | None:
         rows, options = self.rows, self.base
@@ -372,10 +366,8 @@ class Comparison:
         option = sentence(first, found.others, self.source, self.configured.counts) if first else UNKNOWN
         if found.by_chance:
             option += f"; perhaps {sentence(found.changes, (), self.source)}"
-        others = (found.changes,) if found.by_chance else found.others
-        self.found.append(
-            StageOpinion(named, "differs", what, option=option, changes=first, others=others, **location)
-        )
+        location["others"] = (found.changes,) if found.by_chance else found.others
+        self.found.append(StageOpinion(named, "differs", what, option=option, changes=first, **location))
         self.found.sort(key=lambda opinion: STAGES.index(opinion.stage))
         changed = {change.option: change.recorded for change in first}
         self.base = replace(self.base, **changed)  # later stages are not accused of the same
@@ -403,7 +395,7 @@ class Comparison:
         fits = [max(map(loss_misfit, compared, losses)) for losses in tried]
         best = fits.index(min(fits))
         self.base = replace(self.base, mask=list(masks)[best])
-        what = f"loss of optimizer step{'s' * (len(compared) > 1)} {listed(self.rows.updates, compared)}"
+        what = f"loss of {self.named(compared)}"
         if self.base.kl_coef and not all(update.with_kl for update in compared):
             reasons.append("the recorded loss is without the KL, which is not checked")
         if fits[best] <= 1:
@@ -414,14 +406,11 @@ class Comparison:
             return max(loss_misfit(update, self.twin_loss(update, options)) for update in compared)
 
         stages = [*dict.fromkeys(("mask", *self.open_stages("loss")))]
-        found = explain(
-            self.base, self.configured.options, stages, misfit,
-            is_number=len(compared) == 1, counts=self.configured.counts.values(),
-        )  # fmt: skip
+        found = self.explain(stages, misfit, is_number=len(compared) == 1)
         wrong, own = next(pair for pair in zip(compared, tried[best], strict=True) if loss_misfit(*pair) > 1)
         self.differs(
             "loss",
-            f"loss of optimizer step {listed(self.rows.updates, [wrong])}",
+            f"loss of {self.named([wrong])}",
             found,
             recorded=wrong.loss,
             recomputed=own.value,
@@ -448,12 +437,16 @@ class Comparison:
 
         if misfit(self.base) <= 1:
             return False
-        counts = self.configured.counts.values()
-        found = explain(self.base, self.base, ["loss"], misfit, pairs=False, counts=counts)
+        found = self.explain(["loss"], misfit, pairs=False)
         if found.changes:
             place = {"recorded": total, "recomputed": added(self.base), "allowed": allowed}
             self.differs("loss", "the loss and its logged parts", found, **place)
         return bool(found.changes)
+
+    def named(self, some: Sequence[Update]) -> str:
+        """Number optimizer steps: "optimizer steps 1, 2, 3"."""
+        numbers = [str(at) for at, one in enumerate(self.rows.updates) if any(one is each for each in some)]
+        return f"optimizer step{'s' * (len(some) > 1)} {', '.join(numbers)}"
 
     def known_updates(self) -> tuple[list[Update], list[str]]:
         rows, options = self.rows, self.base
@@ -482,9 +475,8 @@ class Comparison:
         known = [update for update in rows.updates if update.same_weights]
         reasons = []
         if others := [update for update in rows.updates if not update.same_weights]:
-            reasons = [
-                f"optimizer steps {listed(rows.updates, others)} start from weights that only a replay has"
-            ]
+            start = "starts" if len(others) == 1 else "start"
+            reasons = [f"{self.named(others)} {start} from weights that only a replay has"]
         if self.current() is None:
             return [], [self.no_model]
         if options.old_logprobs == "trainer" and "prox_logp" not in rows.tensors and not rows.noise:
@@ -506,9 +498,9 @@ class Comparison:
         current = self.current()
         assert current is not None
         if options.objective != "policy":
-            advantages = Bounded(np.ones(rows.mask.shape), np.zeros(rows.mask.shape))
+            advantages = exactly(np.ones(rows.mask.shape))
         elif "advantages" in rows.tensors:
-            advantages = Bounded(everywhere(rows), np.zeros(rows.mask.shape))
+            advantages = exactly(everywhere(rows))
         else:
             stages = self.open_stages("loss")
             chosen = {n: getattr(options, n) for n, known in KNOWN.items() if known.stage in stages}
@@ -554,18 +546,16 @@ class Comparison:
             reason = self.no_model if self.model is None else loss.reason or "the record has no gradient norm"
             self.skip("gradient", reason)
             return
-        what = f"gradient norm of optimizer step{'s' * (len(compared) > 1)} {listed(self.rows.updates, compared)}"
+        what = f"gradient norm of {self.named(compared)}"
         for update in compared:
             own = self.loss(update, self.base)
             norm, noise = self.norm(update, own, self.base)
             if norm_misfit(update, norm, noise) > 1:
-                found = explain(
-                    self.base, self.configured.options, ("loss", "gradient"), self.misfit_of_norm(update, own),
-                    is_number=True, pairs=False,
-                )  # fmt: skip
+                how: dict[str, Any] = {"is_number": True, "pairs": False, "counts": ()}
+                found = self.explain(("loss", "gradient"), self.misfit_of_norm(update, own), **how)
                 self.differs(
                     "gradient",
-                    f"gradient norm of optimizer step {listed(self.rows.updates, [update])}",
+                    f"gradient norm of {self.named([update])}",
                     found,
                     recorded=update.grad_norm,
                     recomputed=norm,
@@ -625,38 +615,21 @@ def misfit_of(recorded: float, found: float, allowed: float) -> float:
     return inf if isnan(misfit) else misfit
 
 
-def listed(updates: Sequence[Update], some: Sequence[Update]) -> str:
-    """Number optimizer steps: "0" or "1, 2, 3"."""
-    return ", ".join(
-        str(number) for number, update in enumerate(updates) if any(update is one for one in some)
-    )
-
-
 def where(rows: StepRows, observation: Observation, found: Bounded) -> dict[str, Any]:
     """Return the rows that differ, and the first values."""
     wrong = observation.misfit(found) > 1
     recorded, value = observation.recorded, found.value
-    if wrong.ndim == 0:
-        return {
-            "recorded": float(recorded),
-            "recomputed": float(value),
-            "allowed": float(found.error + UNIT * abs(recorded)),
-        }
-    per_row = wrong if wrong.ndim == 1 else wrong.any(1)
-    differing = np.flatnonzero(per_row)
-    listed = []
-    for row in differing[:SHOWN_ROWS].tolist():
-        token = None if wrong.ndim == 1 else int(wrong[row].argmax())
-        at = row if token is None else (row, token)
-        values = float(recorded[at]), float(value[at])
-        listed.append(row_difference(rows, row, None if token is None else token + 1, *values))
-    first = listed[0]
+    first = {place[0]: tuple(place) for place in np.argwhere(wrong)[::-1].tolist() if place}  # of each row
+    listed = [
+        row_difference(rows, at[0], at[1] + 1 if at[1:] else None, float(recorded[at]), float(value[at]))
+        for _, at in sorted(first.items())[:SHOWN_ROWS]
+    ]
     at = tuple(np.argwhere(wrong)[0])
     return {
         "rows": tuple(listed),
-        "num_rows": len(differing),
-        "recorded": first.recorded,
-        "recomputed": first.recomputed,
+        "num_rows": len(first),
+        "recorded": float(recorded[at]),
+        "recomputed": float(value[at]),
         "allowed": float(found.error[at] + UNIT * abs(recorded[at])),
     }
 
@@ -723,14 +696,11 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
     own = rows.tensors.get("current_logp", rows.tensors.get("prox_logp") if origin.has_own_logprobs else None)
     is_shown = configured.dtype is None and own is not None and path and weights_of(path) < SMALL_MODEL
     unlike = (
-        None,
-        (
-            "the record has no log-probs of the weights that the step starts from, and a model that "
-            f"computed in {configured.dtype or 'an unknown dtype'} cannot be recomputed closely enough"
-        ),
+        "the record has no log-probs of the weights that the step starts from, and a model that "
+        f"computed in {configured.dtype or 'an unknown dtype'} cannot be recomputed closely enough"
     )
     if configured.dtype != "float32" and not is_shown:
-        return unlike
+        return None, unlike
     if not path or not os.path.isdir(path):
         if given:
             raise WrongModel(f"{given} is not a folder on this machine: give one with a model to --model")
@@ -750,7 +720,7 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
     if own is not None and (is_shown or "current_logp" in rows.tensors):
         current, noise = loaded.logprobs(rows)
         if not (np.abs(current - own)[rows.mask] <= noise).all():  # not from these weights, or not in float32
-            return unlike if is_shown else (None, f"{path} does not give the recorded current log-probs")
+            return None, unlike if is_shown else f"{path} does not give the recorded current log-probs"
     return loaded, ""
 
 

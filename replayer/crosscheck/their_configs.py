@@ -6,8 +6,9 @@ is not known, or not computed here, is a reason why a stage is not checked.
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,13 @@ def options_of(origin: Origin) -> Configured:
 
     Raises ValueError for a trainer whose configuration is not known here.
     """
-    readers = {
+    readers: dict[str | None, Callable[[Mapping[str, Any]], Configured]] = {
         None: of_ours,
         "trl": of_trl,
         "verl": of_verl,
         "slime": of_slime,
         "miles": of_slime,
-        "nemo-rl": of_nemo_rl,
+        "nemo-rl": partial(configured, "nemo-rl"),
     }
     if not origin.config:
         raise ValueError(
@@ -122,10 +123,11 @@ def of_ours(config: Mapping[str, Any]) -> Configured:
         unchecked |= dict.fromkeys(("advantages", "loss"), NOT_COMPUTED.format("GAE or rewards by turn"))
     if actor["mask_no_eos_with_zero"] and config.get("critic"):
         unchecked["advantages"] = NOT_COMPUTED.format("mask_no_eos_with_zero and a critic")
+    overlong = actor["max_new_tokens"], actor["overlong_tokens"], actor["overlong_penalty_factor"]
     rewards, tokens = norm(actor["reward_norm"]), norm(actor["adv_norm"])
     options = Options(
         **{option: actor[name] for option, name in TABLES["ours"]["actor"].items()},
-        overlong=overlong(actor),
+        overlong=overlong if actor["overlong_reward_penalty"] else None,
         truncated="zero" if actor["mask_no_eos_with_zero"] else "kept",
         **rewards,
         **{f"token_{name}": value for name, value in tokens.items()},
@@ -144,12 +146,6 @@ def norm(section: Mapping[str, Any] | None) -> dict[str, Any]:
     if section is None:
         return {"mean": None, "std": None}
     return {option: section[name] for option, name in TABLES["normalisation"].items()}
-
-
-def overlong(actor: Mapping[str, Any]) -> tuple[int, int, float] | None:
-    if not actor["overlong_reward_penalty"]:
-        return None
-    return actor["max_new_tokens"], actor["overlong_tokens"], actor["overlong_penalty_factor"]
 
 
 def of_trl(config: Mapping[str, Any]) -> Configured:
@@ -210,6 +206,7 @@ def configured(
     Counts are whole numbers above 1, by the last part of their names.
     """
     table = TABLES[name]
+    config = {**config, **{section: config[section] for section in table.get("needs", ())}}
     options = options or Options(**plain(name, config), **more)
     known = {path.rpartition(".")[2]: member(config, path) for path in table["counts"]}
     counts = {name: value for name, value in known.items() if isinstance(value, int) and value > 1}
@@ -244,11 +241,6 @@ def of_slime(config: Mapping[str, Any]) -> Configured:
         teacher_coef=float(given("opd_kl_coef") or 1.0) if given("use_opd", False) else 0.0,
         **WHITENED if given("normalize_advantages", False) else {},
     )
-
-
-def of_nemo_rl(config: Mapping[str, Any]) -> Configured:
-    """Read NeMo-RL's configuration of GRPO as plain JSON."""
-    return configured("nemo-rl", {**config, "grpo": config["grpo"], "loss_fn": config["loss_fn"]})
 
 
 WHITENED: dict[str, Any] = {

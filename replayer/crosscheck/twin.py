@@ -40,6 +40,12 @@ class Bounded:
         return Bounded(self.value[index], self.error[index])  # type: ignore[call-overload]
 
 
+def exactly(values: object) -> Bounded:
+    """Return values without an error."""
+    exact = np.asarray(values, np.float64)
+    return Bounded(exact, np.zeros(exact.shape))
+
+
 def sum_error(count: "npt.ArrayLike") -> Floats:
     """Relative error of a float32 sum of `count` terms, to the sum of their absolute values.
 
@@ -71,6 +77,10 @@ def mask_of(rows: StepRows, options: Options) -> Bools:
         begun: Bools = np.maximum.accumulate(mask, axis=1)
         return within & begun
     return mask
+
+
+def named_mask(rows: StepRows, options: Options, name: str) -> Bools:
+    return mask_of(rows, options if name == COUNTED else replace(options, mask=name))
 
 
 def rewards_of(rows: StepRows, options: Options) -> Bounded:
@@ -109,14 +119,12 @@ def old_logprobs(rows: StepRows, options: Options) -> Floats | None:
 
 def kl_rewards(rows: StepRows, options: Options) -> Bounded:
     """Return the KL's share of the reward of each token, [N, T]."""
-    zero = np.zeros(rows.mask.shape)
     reference = rows.tensors.get("ref_logp")
     if options.kl_reward_coef == 0.0 or reference is None:
-        return Bounded(zero, zero)
+        return exactly(np.zeros(rows.mask.shape))
     old = None if options.correction is not None else old_logprobs(rows, options)
     before = rows.tensors["logprobs"] if old is None else old
-    own = options.kl_reward_mask
-    mask = mask_of(rows, options if own == COUNTED else replace(options, mask=own))
+    mask = named_mask(rows, options, options.kl_reward_mask)
     apart = np.where(mask, np.nan_to_num(before - reference), 0.0)
     kl = np.where(mask, np.clip(estimate(apart, options.kl_reward_estimator), -10.0, 10.0), 0.0)
     ulp = UNIT * (1 + np.abs(apart))
@@ -211,20 +219,15 @@ def advantages_of(rows: StepRows, options: Options) -> Bounded:
     """Return the advantages, [N, T], 0 outside of the tokens that count."""
     mask, kl = mask_of(rows, options), kl_rewards(rows, options)
     if "kl_rewards" in rows.tensors and options.kl_place == "advantages":
-        kl = Bounded(rows.tensors["kl_rewards"], np.zeros(mask.shape))
+        kl = exactly(rows.tensors["kl_rewards"])
     reward, penalty = rows_and_penalty(rows, options, kl)
     values = rows.tensors.get("values")
-    plain = values is None and options.discount == options.gae_lambda == 1.0 and not penalty.value.any()
-    if plain:
-        advantages = Bounded(*(np.where(mask, of[:, None], 0.0) for of in (reward.value, reward.error)))
+    if values is None and options.discount == options.gae_lambda == 1.0 and not penalty.value.any():
+        found = reward.at((slice(None), None))
     else:
-        steps = (
-            mask_of(rows, replace(options, mask=options.gae_tokens))
-            if options.gae_tokens != COUNTED
-            else mask
-        )
+        steps = named_mask(rows, options, options.gae_tokens)
         found = gae(reward, penalty, values, steps, rows.finish_reason == TRUNCATED, options)
-        advantages = Bounded(*(np.where(mask, of, 0.0) for of in (found.value, found.error)))
+    advantages = Bounded(*(np.where(mask, of, 0.0) for of in (found.value, found.error)))
     if options.length == "divided":
         count = np.maximum(mask.sum(1), 1)[:, None]
         advantages = Bounded(advantages.value / count, advantages.error / count)
@@ -272,10 +275,9 @@ def rows_and_penalty(rows: StepRows, options: Options, kl: Bounded) -> tuple[Bou
     summed = replace(rows, rewards=rows.rewards + kl.value.sum(1))
     reward = row_rewards(summed, options)
     spread = np.abs(reward.value) + 1
-    nothing = np.zeros(kl.value.shape)
     more = kl.error.sum(1) + sum_error(kl.value.shape[1]) * np.abs(kl.value).sum(1)
     error = reward.error + more.max(initial=0.0) * spread / max(options.eps, 1e-3)
-    return Bounded(reward.value, error), Bounded(nothing, nothing)
+    return Bounded(reward.value, error), exactly(np.zeros(kl.value.shape))
 
 
 def gae(
@@ -356,11 +358,11 @@ def loss_inputs(
 ) -> LossInputs:
     """Select the rows of an update. Values outside of the tokens that count become 0."""
     mask, policy_mask, kl_mask = (
-        mask_of(rows, replace(options, mask=options.mask if variant == COUNTED else variant))[update.rows]
-        for variant in (COUNTED, options.policy_mask, options.kl_mask)
+        named_mask(rows, options, name)[update.rows]
+        for name in (COUNTED, options.policy_mask, options.kl_mask)
     )
-
-    counted = mask | policy_mask | kl_mask
+    counted, sizes = mask | policy_mask | kl_mask, rows.mask.sum(1)
+    sizes = np.where((sizes == 0) & (rows.prompts >= 0), rows.lengths - np.maximum(rows.prompts, 1), sizes)
 
     def given(matrix: Floats | None) -> Any:
         if matrix is not None:
@@ -382,19 +384,11 @@ def loss_inputs(
         policy_mask=torch.from_numpy(policy_mask),
         kl_mask=torch.from_numpy(kl_mask),
         entropy=given(rows.tensors.get("entropy")),
-        size=int(completions_of(rows)[update.rows].sum()),
-        pairs=torch.from_numpy(pairs_of(rows.place[update.rows]))
-        if options.objective == "preference"
-        else None,
+        size=int(sizes[update.rows].sum()),
+        pairs=None
+        if options.objective != "preference"
+        else torch.from_numpy(pairs_of(rows.place[update.rows])),
     )
-
-
-def completions_of(rows: StepRows) -> Bools:
-    """Return the tokens in the mask, and of rows without one those after the prompt, [N, T]."""
-    positions = np.arange(rows.mask.shape[1])
-    within: Bools = (positions >= rows.prompts[:, None] - 1) & (positions < (rows.lengths - 1)[:, None])
-    empty = ~rows.mask.any(1, keepdims=True) & (rows.prompts >= 0)[:, None]
-    return rows.mask | (within & empty)
 
 
 def pairs_of(place: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -450,9 +444,11 @@ def loss_of(given: LossInputs, options: Options) -> Loss:
     losses, scale = losses.detach(), scale * options.loss_scale
     size = (losses.abs() * scale).sum()
     count = int(given.mask.sum())
-    shaken = (ratio * weight * given.advantages.abs() + kl_slope(given, options)) * (
-        given.noise + 2 * UNIT * ratio.log().abs()
-    )
+    slope = ratio * weight * given.advantages.abs()  # of the loss with a log-prob, at most
+    if options.kl_coef != 0.0 and given.reference is not None:
+        apart = (given.current - given.reference).abs()
+        slope = slope + abs(options.kl_coef) * 2 * (1 + apart + apart.exp())
+    shaken = slope * (given.noise + 2 * UNIT * ratio.log().abs())
     error = (shaken + ratio * weight * given.error) * scale
     return Loss(
         value=float(total.detach()),
@@ -466,11 +462,8 @@ def token_losses(given: LossInputs, options: Options) -> tuple[Tensor, Tensor, T
     """Return (loss, weight for the sampling policy, ratio), each [n, T]."""
     mask, advantages = given.policy_mask, given.advantages
     if options.objective == "likelihood":
-        return (
-            torch.where(mask, -given.current, 0.0),
-            torch.ones_like(advantages),
-            torch.ones_like(advantages),
-        )
+        ones = torch.ones_like(advantages)
+        return torch.where(mask, -given.current, 0.0), ones, ones
     old = given.current.detach() if given.old is None else given.old
     log_ratio = torch.where(mask, given.current - old, 0.0)
     if options.ratio_level != "token":
@@ -494,14 +487,6 @@ def token_losses(given: LossInputs, options: Options) -> tuple[Tensor, Tensor, T
     if options.entropy_coef != 0.0 and given.entropy is not None:
         losses = losses - options.entropy_coef * torch.where(mask, given.entropy, 0.0)
     return losses, weight, ratio.detach()
-
-
-def kl_slope(given: LossInputs, options: Options) -> Tensor:
-    """Bound the change of the KL's share of the loss with a log-prob, [n, T]."""
-    if options.kl_coef == 0.0 or given.reference is None:
-        return torch.zeros_like(given.advantages)
-    difference = (given.current - given.reference).abs()
-    return abs(options.kl_coef) * 2 * (1 + difference + difference.exp())
 
 
 def correction(given: LossInputs, options: Options) -> Tensor:
