@@ -88,15 +88,9 @@ def imports_of(tree: ast.Module, path: str) -> Iterator[tuple[str, tuple[str, st
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield (
-                    alias.asname or alias.name.split(".")[0],
-                    (
-                        alias.name if alias.asname else alias.name.split(".")[0],
-                        None,
-                    ),
-                )
+                yield alias.asname or alias.name, (alias.name, None)
                 if not alias.asname:  # `import a.b` binds a, and loads a.b
-                    yield alias.name, (alias.name, None)
+                    yield (first := alias.name.split(".")[0]), (first, None)
         elif isinstance(node, ast.ImportFrom):
             module = module_of(node, package.parts)
             for alias in node.names:
@@ -172,10 +166,6 @@ class Sources:
             return self.resolve(*source.imported[name])
         return [(path, "")]
 
-    def files_imported(self, source: SourceFile) -> set[str]:
-        found = {path for target in source.imported.values() for path, _ in self.resolve(*target)}
-        return {*found, source.path}
-
     def references(self, definition: Definition) -> set[Definition]:
         """Return the definitions that one refers to."""
         path, name = definition
@@ -190,7 +180,8 @@ class Sources:
                 found |= {
                     (target[0], a) for a in attributes if not target[1] and a in self.definitions(target)
                 }
-        for file in self.files_imported(source):
+        imported = {path for target in source.imported.values() for path, _ in self.resolve(*target)}
+        for file in {*imported, path}:
             defined = self.file(file).definitions
             found |= {(file, method) for method in defined if method.partition(".")[2] in attributes}
         methods = [other for other in source.definitions if other.startswith(f"{name}.") and name]
@@ -284,29 +275,22 @@ def files_acting(repository: Path, good: str, bad: str, stage: str) -> tuple[Cha
 
     Raises NothingToBisect for a revision that does not exist.
     """
-    counts = list(changed_python_files(repository, good, bad))
+    listed = git(repository, "diff", "--numstat", "--no-renames", "-z", good, bad, "--").split("\0")
+    counts = [line.split("\t", 2) for line in listed if line.endswith(".py")]
     if not counts:
         return ()
     with sources(repository, good) as before, sources(repository, bad) as after:
         stops = (*OF_EVERY_STAGE, *TABLE["not_followed"].get(stage, ()))
         reached = after.distances([*ENTRIES[stage], *OF_EVERY_STAGE], stops)
         found = []
-        for path, added, removed in counts:
+        for added, removed, path in counts:
             changed = changed_definitions(before.file(path), after.file(path))
             near = [(reached[path, name], name) for name in changed if (path, name) in reached]
             if near:
                 distance, name = min(near)
                 line = first_changed_line(repository, good, bad, after, (path, name))
-                found.append(ChangedFile(path, line, added, removed, distance))
+                found.append(ChangedFile(path, line, int(added), int(removed), distance))
     return tuple(sorted(found, key=lambda file: (file.distance, file.path)))
-
-
-def changed_python_files(repository: Path, good: str, bad: str) -> Iterator[tuple[str, int, int]]:
-    for line in git(repository, "diff", "--numstat", "--no-renames", "-z", good, bad, "--").split("\0"):
-        if line:
-            added, removed, path = line.split("\t", 2)
-            if path.endswith(".py"):
-                yield path, int(added), int(removed)
 
 
 def changed_definitions(before: SourceFile, after: SourceFile) -> set[str]:

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -79,7 +79,10 @@ def private_folder() -> Iterator[Path]:
     root = Path(tempfile.gettempdir(), f"areal-debug-commits-{os.getuid()}")
     make_private(root)
     for left in root.iterdir():
-        remove_unless_used(left)
+        with suppress(FolderInUse):
+            handle = locked_folder(left)
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(handle)
     folder = Path(tempfile.mkdtemp(dir=root))
     handle = locked_folder(folder)
     try:
@@ -89,15 +92,6 @@ def private_folder() -> Iterator[Path]:
         for made in (folder, compiled):
             shutil.rmtree(made, ignore_errors=True)
         os.close(handle)
-
-
-def remove_unless_used(folder: Path) -> None:
-    try:
-        handle = locked_folder(folder)
-    except FolderInUse:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(handle)
 
 
 CURRENT = Path(__file__).parents[2]  # this checkout
@@ -135,8 +129,10 @@ class Commits:
     def _ask(self, task: str, place: Path, request: Request, num_ranks: int) -> dict[str, Any] | None:
         """Return the report of a task, None if it fails."""
         report = self.checkout.place.with_name("report.json")
-        asked = {"place": str(place), "report": str(report), "task": task}
-        argv = [str(ON_COMMIT), json.dumps(asked | {"request": changed_members(absolute(request))})]
+        given = vars(absolute(request))  # an older commit may lack the members that are at their default
+        changed = {one.name: given[one.name] for one in fields(request) if given[one.name] != one.default}
+        asked = {"place": str(place), "report": str(report), "task": task, "request": changed}
+        argv = [str(ON_COMMIT), json.dumps(asked)]
         environment = {"PYTHONPATH": str(place)}  # of processes that a rank starts
         log = report.with_name("ranks.log")
         code = self.ranks.run(argv, num_ranks, environment, log, echo=False, place=place)
@@ -182,15 +178,6 @@ def search_commits(
             return numbers
 
         return find_commit(request.record, repository, good, bad, request.last, replay)
-
-
-def changed_members(request: Request) -> dict[str, Any]:
-    """Return the members that are not at their default: an older commit may lack the others."""
-    return {
-        member.name: value
-        for member in fields(request)
-        if (value := getattr(request, member.name)) != member.default
-    }
 
 
 def absolute(request: Request) -> Request:

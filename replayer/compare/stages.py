@@ -12,6 +12,7 @@ What another trainer did not give is unknown, and differs from nothing: a tensor
 row whose bit is set, NaN in a tensor of that trainer. Its statistics have its own names.
 """
 
+import re
 import tomllib
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from recorder.tables.columns import prompt_lengths
 from replayer.compare.inputs import describe, differing_result, pictures_of
 
 STAGES = ("batch", "logprobs", "advantages", "loss", "gradient", "weights")
-ACTOR, UPDATE = "ppo_actor/", "ppo_actor/update/"
+OF_ADVANTAGES = re.compile(r"ppo_actor/(?!update/)")  # statistics
 
 # of a "learning" file, what does not follow from rewards; log-probs are 0 where the mask is
 LOGPROBS = ("loss_mask", "prox_logp", "ref_logp", "teacher_logp", "values", "entropy")
@@ -148,7 +149,10 @@ def compare_steps(
     if any(foreign):
         return (*batch, *learning, *compare_logged(here[0].stats, there[0].stats), *weights)
     if not files(left, "learning") or not files(right, "learning"):
-        learning = list(compare_statistics(here[0].stats, there[0].stats))
+        own, other = here[0].stats, there[0].stats
+        shared = [name for name in own if name in other and OF_ADVANTAGES.match(name)]
+        compared = (("advantages", f"statistic {name}", own[name], other[name]) for name in shared)
+        learning = [found for given in compared for found in compare_numbers(*given)]
     plans = left.plan(0), right.plan(0)
     actors = compare_updates(here, there, *(parse_updates(plan, "minibatches") for plan in plans))
     critics = compare_critics(*(parse_updates(plan, "critic") for plan in plans))
@@ -473,14 +477,6 @@ def parse_updates(plan: Plan, member: str) -> list[Update]:
     """
     documents = plan.details.get(member, [])
     return [{name: float.fromhex(item[name]) for name in ("loss", "grad_norm", "lr")} for item in documents]
-
-
-def compare_statistics(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[StageDifference]:
-    names = [
-        name for name in left if name in right and name.startswith(ACTOR) and not name.startswith(UPDATE)
-    ]
-    for name in names:
-        yield from compare_numbers("advantages", f"statistic {name}", left[name], right[name])
 
 
 def compare_logged(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[StageDifference]:

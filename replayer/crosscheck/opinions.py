@@ -254,8 +254,8 @@ class Comparison:
 
     def __post_init__(self) -> None:
         options = self.configured.options
-        own = self.framework is None or self.framework.name.lower() == self.configured.trainer
-        self.base = options if self.framework is None or own else self.framework.view(options)
+        is_own = self.framework is None or self.framework.name.lower() == self.configured.trainer
+        self.base = options if self.framework is None or is_own else self.framework.view(options)
         self.explained = options  # inputs that were not recorded follow the record's own options
         self.source = self.configured.source if self.framework is None else f"{self.framework.name} has"
 
@@ -667,7 +667,13 @@ def crosscheck(rows: StepRows, opinions: Sequence[str], model: str | None = None
     if loaded is not None and "current_logp" not in rows.tensors:
         current, noise = loaded.logprobs(rows)
         if not rows.origin.is_shown:
-            refuse_other_logprobs(rows, current, noise, str(model))
+            gap = float(np.nanmean(np.abs(current - rows.tensors["prox_logp"])[rows.mask]))
+            if gap > noise:
+                raise WrongModel(
+                    f"{model} is not the model of step {rows.step}: the trainer's own log-probs, prox_logp, differ "
+                    f"from this model's by {gap:.2g} on average, and rounding allows {noise:.2g}; give a checkpoint "
+                    "from before the step (or the trainer used another temperature than its config says)"
+                )
         rows = replace(rows, tensors=rows.tensors | {"current_logp": current}, noise=noise)
     twin = Comparison(rows, configured, None, loaded, no_model)
     own, notes = twin.run(), []
@@ -694,7 +700,8 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
         return None, "a vision model was trained, which is not recomputed here"
     path = given or (origin.model_path if origin.starts_from_model else None)
     own = rows.tensors.get("current_logp", rows.tensors.get("prox_logp") if origin.has_own_logprobs else None)
-    is_shown = configured.dtype is None and own is not None and path and weights_of(path) < SMALL_MODEL
+    size_bytes = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) if path else 0
+    is_shown = configured.dtype is None and own is not None and 0 < size_bytes < SMALL_MODEL
     unlike = (
         "the record has no log-probs of the weights that the step starts from, and a model that "
         f"computed in {configured.dtype or 'an unknown dtype'} cannot be recomputed closely enough"
@@ -722,19 +729,3 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
         if not (np.abs(current - own)[rows.mask] <= noise).all():  # not from these weights, or not in float32
             return None, unlike if is_shown else f"{path} does not give the recorded current log-probs"
     return loaded, ""
-
-
-def weights_of(path: str) -> int:
-    """Return the size of a folder's weights in bytes; without weights in safetensors, too large."""
-    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) or SMALL_MODEL
-
-
-def refuse_other_logprobs(rows: StepRows, current: Floats, noise: float, model: str) -> None:
-    """Raise WrongModel if a model does not give the log-probs that the trainer recorded."""
-    gap = float(np.nanmean(np.abs(current - rows.tensors["prox_logp"])[rows.mask]))
-    if gap > noise:
-        raise WrongModel(
-            f"{model} is not the model of step {rows.step}: the trainer's own log-probs, prox_logp, differ from "
-            f"this model's by {gap:.2g} on average, and rounding allows {noise:.2g}; give a checkpoint from "
-            "before the step (or the trainer used another temperature than its config says)"
-        )
