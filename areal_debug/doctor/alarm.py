@@ -59,7 +59,7 @@ def alarm(
     series: Series,
     *,
     found: str,
-    severity: str = "warning",
+    severity: str = "",
     variant: str = "",
     title: str = "",
     evidence: Sequence[tuple[int, float]] | None = None,
@@ -71,6 +71,7 @@ def alarm(
 
     Args:
         series: the metric; its last values are the evidence if no other is given.
+        severity: by default that of the row, or else "warning".
         variant: which of the row's variants, if it has some.
         title: which of the row's titles, if it has several.
         since: the onset.
@@ -81,7 +82,7 @@ def alarm(
     return Alarm(
         id,
         row["titles"][title] if title else row["title"].format(**fields),
-        severity,
+        severity or row.get("severity", "warning"),
         series.name,
         found,
         series.tail() if evidence is None else tuple(evidence),

@@ -131,7 +131,11 @@ def follow(follower: Follower, idle_s: float | None) -> int:
 
     Returns the exit code.
     """
-    preload(follower.path)
+    pattern = "events.out.tfevents.*"
+    if follower.path.match(pattern) or next(follower.path.rglob(pattern), None) is not None:
+        from areal_debug.doctor.sources import events
+
+        events.import_reader()
     while (follower.pid is None or lives(follower.pid)) and (
         idle_s is None or time.monotonic() - follower.grew_at < idle_s
     ):
@@ -142,11 +146,3 @@ def follow(follower: Follower, idle_s: float | None) -> int:
         f"followed {follower.num_steps} steps: {follower.verdict}, {len(follower.announced)} findings"
     )
     return follower.exit_code
-
-
-def preload(path: Path) -> None:
-    pattern = "events.out.tfevents.*"
-    if path.match(pattern) or next(path.rglob(pattern), None) is not None:
-        from areal_debug.doctor.sources import events
-
-        events.import_reader()

@@ -12,7 +12,6 @@ from areal_debug.doctor.rows import is_record, metrics_of
 from areal_debug.doctor.series import NOTHING, Series
 from areal_debug.doctor.sources.locate import RECORD, find_source
 from areal_debug.doctor.sources.plain_files import (
-    Row,
     UnreadableRun,
     fault_of_csv,
     parse_json,
@@ -30,6 +29,7 @@ OF_REWARDS = ("reference_kl", "approx_kl", "clip_ratio", "zero_variance_groups",
 OF_ANY_RECORD = "record/length"  # counted from rows, also from supervised ones
 OF_PAIRS = re.compile(r"(?i)chosen|reject|margin|accuracies|prefer|pair|\bdist\b|^(?:dpo|rw)/")
 OF_TEACHER = re.compile(r"(?i)(?<![a-z])(?:teacher|distill)")
+OF_CONSISTENCY = ("mean_abs", "k3", "share_above_ln2")  # numbers of a check
 COUNTS = {"id", "epoch", "timestamp"}  # beside the step: of the logger, and no metrics
 
 
@@ -103,8 +103,9 @@ def read_run(path: Path, name: str | None = None, given: Mapping[str, str] | Non
     rows = source.format.read(file, source.run)
     consistency = file.parent / "consistency.jsonl"
     if file.name == "stats.jsonl" and consistency.is_file():
+        names = {"step": "step"} | {name: f"consistency/{name}" for name in OF_CONSISTENCY}
         checked = (row for row in read_jsonl(consistency) if isinstance(row, dict) and "step" in row)
-        rows = chain(rows, ({"step": row["step"], **prefixed(row)} for row in checked))
+        rows = chain(rows, ({names[key]: row[key] for key in names if key in row} for row in checked))
     by_name = collect(rows)
     if not by_name:
         raise UnreadableRun(
@@ -182,11 +183,6 @@ def unknown(by_name: Mapping[str, Series], series: Mapping[str, Series]) -> tupl
     """Return the names of the metrics that no rule reads."""
     read = {one.name for one in series.values()}
     return tuple(name for name in by_name if name not in read | COUNTS and not name.startswith("_"))
-
-
-def prefixed(row: Row) -> dict[str, Any]:
-    """Return the numbers of a consistency check as metrics."""
-    return {f"consistency/{name}": row[name] for name in ("mean_abs", "k3", "share_above_ln2") if name in row}
 
 
 def read_config(file: Path) -> dict[str, Any]:

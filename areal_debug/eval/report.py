@@ -74,7 +74,7 @@ def headline(report: Report) -> tuple[str, str]:
         for item in report.comparisons
     )
     return f"{'lowest' if lowest else 'highest'} {decides}", (
-        f"{best.name}, {number(best.measures[decides])}. Against {first.name}: {verdicts}"
+        f"{best.name}, {shown(decides, best.measures[decides])}. Against {first.name}: {verdicts}"
     )
 
 
@@ -115,11 +115,11 @@ def table_of_comparisons(report: Report) -> Table:
 
 
 def cells_of_comparison(item: Comparison, names: Sequence[str], scored: bool) -> list[str | Cell]:
-    measures = [difference(name, item.measures[name]) if name in item.measures else "?" for name in names]
+    measures = [shown(name, item.measures[name], "+") if name in item.measures else "?" for name in names]
     counts = f"{item.better:,}/{item.worse:,}/{item.equal:,}"
     by_score: list[str | Cell] = ["?"] * 3 if scored else []
     if item.by_score is not None:
-        by_score = [difference(SCORE, item.measures[SCORE]), *cells_of_test(item.by_score)]
+        by_score = [shown(SCORE, item.measures[SCORE], "+"), *cells_of_test(item.by_score)]
     return [item.name, *measures, counts, *cells_of_test(item), *by_score]
 
 
@@ -149,25 +149,13 @@ def shown_changes(changes: Sequence[Change], settings: Settings) -> str:
     return ", ".join(numbers + (["..."] if len(changes) > SHOWN_NUMBERS else []))
 
 
-def shown(name: str, estimate: Estimate) -> str:
-    """Return a mean with its interval: `0.412 [0.361, 0.463]`, a share `41.2 % [36.1, 46.3]`."""
-    if is_share(name):
-        return with_limits(f"{100 * estimate.value:.1f} %", estimate, ".1f", 100)
-    return number(estimate)
+def shown(name: str, estimate: Estimate, sign: str = "") -> str:
+    """Return a mean with its interval: `0.412 [0.361, 0.463]`, a share `41.2 % [36.1, 46.3]`.
 
-
-def number(estimate: Estimate) -> str:
-    return with_limits(f"{estimate.value:.3f}", estimate, ".3f")
-
-
-def difference(name: str, estimate: Estimate) -> str:
-    """Return a difference; of shares in percentage points, `+4.2 [-1.0, +9.4]`."""
-    if is_share(name):
-        return with_limits(f"{100 * estimate.value:+.1f}", estimate, "+.1f", 100)
-    return with_limits(f"{estimate.value:+.3f}", estimate, "+.3f")
-
-
-def with_limits(text: str, estimate: Estimate, spec: str, unit: float = 1) -> str:
+    With the sign "+" a difference; of shares in percentage points, `+4.2 [-1.0, +9.4]`.
+    """
+    unit, spec = (100, f"{sign}.1f") if is_share(name) else (1, f"{sign}.3f")
+    text = f"{unit * estimate.value:{spec}}" + " %" * (is_share(name) and not sign)
     if estimate.low is None or estimate.high is None:
         return text
     return f"{text} [{unit * estimate.low:{spec}}, {unit * estimate.high:{spec}}]"

@@ -11,7 +11,6 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +42,7 @@ PLACES = {"dir", "path", "folder", "name", "output", "log", "logging", "save", "
 CLOCKS = ("_timestamp", "timestamp", "time", "wall_time")
 CONTINUED = re.compile(r"^continuing at step (\d+) from ", re.MULTILINE)
 SHOWN = {"unobserved": "not known"}
+TEXTS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 PAUSE = 10  # times the usual time of a step
 
 
@@ -109,12 +109,6 @@ class Seam(NamedTuple):
 
 
 NEAR = 50  # steps whose rows a run reads at its own end, which a long record must not delay
-
-
-@cache
-def texts() -> dict[str, dict[str, Any]]:
-    """Return the rows of `seam.toml`."""
-    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def read_segment(path: Path, near: int | None = None) -> Segment:
@@ -206,8 +200,9 @@ def judge_seam(before: Segment, after: Segment) -> Seam:
     """Judge every state. Raises ValueError if one side is inside the other."""
     before, dropped = without_dropped(before, after)
     states = []
-    for name, row in texts().items():
-        found = JUDGES[name](before, after)
+    for judge in JUDGES:
+        row = TEXTS[name := judge.__name__.removeprefix("judge_")]
+        found = judge(before, after)
         if found is None:
             known = [
                 max((len(side.values(one)) for one in row.get("by", ())), default=0)
@@ -333,11 +328,8 @@ def judge_optimizer(before: Segment, after: Segment) -> Found | None:
 def judge_rng(before: Segment, after: Segment) -> Found | None:
     own, other = rng_of(before), rng_of(after)
     if other and len(set(own)) == len(own) > 1:  # else they are not used
-        return Found(
-            "states" if other[0] in own else "",
-            "states of the generators",
-            "one of them again" if other[0] in own else "another",
-        )
+        kind, now = ("states", "one of them again") if other[0] in own else ("", "another")
+        return Found(kind, "states of the generators", now)
     if before.rows is None or after.rows is None:
         return None
     first, later = samples_of(before.rows), samples_of(after.rows)
@@ -381,12 +373,8 @@ def versions_of(side: Segment) -> Floats:
     newest = []
     for step in map(side.run.record.step, side.run.record.steps):
         ranks = [rank for rank in step.ranks if step.known(rank, "versions").all()]
-        newest.append(
-            max(
-                (int(step.batch(rank, ["versions"])["versions"].max(initial=-1)) for rank in ranks),
-                default=-1,
-            )
-        )
+        found = [int(step.batch(rank, ["versions"])["versions"].max(initial=-1)) for rank in ranks]
+        newest.append(max(found, default=-1))
     return np.array([version for version in newest if version >= 0], np.float64)
 
 
@@ -500,14 +488,11 @@ def judge_staleness(before: Segment, after: Segment) -> Found | None:
 
 
 def judge_layout(before: Segment, after: Segment) -> Found | None:
-    both = {
-        name: (value, after.config[name]) for name, value in before.config.items() if name in after.config
-    }
     differ = {
-        name: pair
-        for name, pair in both.items()
-        if pair[0] != pair[1]
-        and type(pair[0]) is int
+        name: (value, after.config[name])
+        for name, value in before.config.items()
+        if after.config.get(name, value) != value
+        and type(value) is int
         and SIZES & set(words_of(name.rpartition(".")[2]))
         and not NO_SIZES & set(words_of(name))
     }
@@ -538,19 +523,10 @@ def judge_reward(before: Segment, after: Segment) -> Found | None:
     return Found("jumps" if is_changed else "", f"{level:.4g}", f"{first:.4g}")
 
 
-JUDGES: dict[str, Callable[[Segment, Segment], Found | None]] = {
-    "step": judge_step,
-    "learning_rate": judge_learning_rate,
-    "optimizer": judge_optimizer,
-    "rng": judge_rng,
-    "version": judge_version,
-    "reference": judge_reference,
-    "engine": judge_engine,
-    "data": judge_data,
-    "staleness": judge_staleness,
-    "layout": judge_layout,
-    "reward": judge_reward,
-}
+JUDGES: tuple[Callable[[Segment, Segment], Found | None], ...] = (
+    *(judge_step, judge_learning_rate, judge_optimizer, judge_rng, judge_version, judge_reference),
+    *(judge_engine, judge_data, judge_staleness, judge_layout, judge_reward),
+)
 LEVELS: dict[str, Level] = {"changed": "bad", "continues": "good", "unobserved": "dim"}
 
 
@@ -558,7 +534,7 @@ def document_of(found: Seam) -> dict[str, Any]:
     """Return the report as JSON types, what changed first."""
 
     def state(one: State) -> dict[str, str]:
-        row = texts()[one.id]
+        row = TEXTS[one.id]
         facts = {
             "id": one.id,
             "title": row["title"],
@@ -598,22 +574,22 @@ def report_of(found: Seam) -> Report:
     changed, unseen = found.having("changed"), found.having("unobserved")
     seam = f"between step {found.before.steps[-1]} and step {found.after.steps[0]}"
     observed = f"{count(len(found.states) - len(unseen), 'state')} that could be checked"
-    titles = ", ".join(texts()[one.id]["title"] for one in changed)
+    titles = ", ".join(TEXTS[one.id]["title"] for one in changed)
     word = "Inconclusive" if found.verdict == "unknown" else found.verdict.capitalize()
     options = options_changed(found.before, found.after)
     also = f", but options differ: {len(options)}" if options else ""
     cells = [
         (
-            texts()[one.id]["title"],
+            TEXTS[one.id]["title"],
             Cell(SHOWN.get(one.verdict, one.verdict), LEVELS[one.verdict]),
             one.before,
             one.after,
         )
         for one in found.states
     ]
-    rows = rows_of("changed", [f"{one.what}; {texts()[one.id]['fix']}" for one in changed], "bad")
+    rows = rows_of("changed", [f"{one.what}; {TEXTS[one.id]['fix']}" for one in changed], "bad")
     rows += rows_of("options", options, "unsure")
-    rows += rows_of("to show it", [f"{texts()[one.id]['title']}: {one.what}" for one in unseen], "dim")
+    rows += rows_of("to show it", [f"{TEXTS[one.id]['title']}: {one.what}" for one in unseen], "dim")
     rows.append(
         Row("refuted if", "an unbroken run of the same options shows the same jump at this step", "dim")
     )

@@ -86,10 +86,12 @@ def run(
     from recorder import open_record
     from replayer.preflight.settings import order_of_record
 
-    record, overrides = split_inputs(inputs)
-    arguments = ["--config", config_file, *overrides]
+    records = [text for text in inputs if "=" not in text]
+    if len(records) > 1:
+        raise ValueError(f"expected one RECORD and overrides OPTION=VALUE, got {' '.join(records)}")
+    arguments = ["--config", config_file, *(text for text in inputs if "=" in text)]
     num_ranks = nproc or ranks_of(arguments)
-    of_record = () if record is None else (order_of_record(open_record(record)),)
+    of_record = tuple(order_of_record(open_record(record)) for record in records)
     repeats = Repeats(
         arguments,
         num_ranks,
@@ -104,14 +106,6 @@ def run(
         report = repeat_steps(Path(folder), repeats)
     report = replace(report, findings=report.findings + of_record)
     answer(report.to_dict(), determinism_report(report), as_json)
-
-
-def split_inputs(inputs: tuple[str, ...]) -> tuple[str | None, list[str]]:
-    """Separate a record from overrides, which have a `=`. Raises ValueError for several records."""
-    records = [text for text in inputs if "=" not in text]
-    if len(records) > 1:
-        raise ValueError(f"expected one RECORD and overrides OPTION=VALUE, got {' '.join(records)}")
-    return next(iter(records), None), [text for text in inputs if "=" in text]
 
 
 def ranks_of(arguments: list[str]) -> int:

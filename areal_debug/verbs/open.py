@@ -147,7 +147,8 @@ def open_run(run: Path, output: Path | None, force: bool, port: int, as_json: bo
     """Show what a run left below a folder."""
     if output is not None:
         refuse_existing(output, force)
-        refuse_inside(run, output)
+        if output.resolve().is_relative_to(run.resolve()):  # the next search would find its pages
+            raise ValueError(f"{output} is inside of {run}: give --output a folder elsewhere")
     if output is None and not as_json:
         from areal_debug.open.served import serve_workbench
 
@@ -156,12 +157,6 @@ def open_run(run: Path, output: Path | None, force: bool, port: int, as_json: bo
     with tempfile.TemporaryDirectory(prefix="areal-debug-") as scratch:
         places = [Path(scratch) / "traces", *([output] if output else [])]
         write(run=run, output=output, places=places, as_json=as_json)
-
-
-def refuse_inside(run: Path, output: Path) -> None:
-    """Raise ValueError for an output below the run: the next search would find its pages."""
-    if output.resolve().is_relative_to(run.resolve()):
-        raise ValueError(f"{output} is inside of {run}: give --output a folder elsewhere")
 
 
 @reads_untrusted("run", outputs="places", reads=ANYWHERE, cpu_s=CPU_S)
@@ -247,8 +242,9 @@ def write_view(
         contents.other.step(step + contents.shift)  # raises if it is not recorded
     output = output or Path(default_name(record, other, asked, step))
     refuse_existing(output, force)
-    if is_folder and output.is_dir():
-        refuse_other_folder(output)
+    present = {path.name for path in output.iterdir()} if is_folder and output.is_dir() else set()
+    if present - {"index.html", "steps"}:  # not empty, and no page that this verb wrote
+        raise ValueError(f"{output} holds other files than a page: choose another folder")
     target = output
 
     def write(tick: Callable[[object], None]) -> int:
@@ -277,12 +273,6 @@ def default_name(record: Path, other: Path | None, asked: Asked, step: int) -> s
     name = record.absolute().name
     compared = f"-and-{other.absolute().name}" if other else ""
     return f"{name}{compared}-pages" if asked.all_steps else f"{name}{compared}-step{step}.html"
-
-
-def refuse_other_folder(folder: Path) -> None:
-    """Raise ValueError unless a folder is empty or a page that this verb wrote."""
-    if {path.name for path in folder.iterdir()} - {"index.html", "steps"}:
-        raise ValueError(f"{folder} holds other files than a page: choose another folder")
 
 
 def open_contents(record: Path, asked: Asked) -> "Contents":

@@ -79,12 +79,6 @@ def join_partial_tokens(
     return TokenText(index, texts, ids)
 
 
-def image_counts(step: RecordedStep) -> list[int] | None:
-    """Return the number of pictures of each row over all ranks; None if no row has one."""
-    counts = [len(row) for rank in step.ranks for row in step.pictures_of_rows(rank)]
-    return counts if any(counts) else None
-
-
 def image_document(step: RecordedStep) -> dict[str, Any]:
     """Return the pictures of a step, and their positions by row over all ranks.
 
@@ -342,6 +336,7 @@ def read_step(
     if decode and all("mm_token_type_ids" in batch for batch in batches):
         types = np.concatenate([batch["mm_token_type_ids"] for batch in batches])
         text = with_images_named(text, bounds, types)
+    images = [len(row) for rank in step.ranks for row in step.pictures_of_rows(rank)]
     trained = tokens["loss_mask"] > 0
     computed, missing = trainer_columns(step, bounds, tokens["logprobs"], trained, trainer)
     missing |= {
@@ -377,7 +372,7 @@ def read_step(
         text=text,
         recorded_text=recorded_texts(step, unknown & UNKNOWN_BITS["input_ids"] if decode else None),
         missing=missing,
-        images=image_counts(step),
+        images=images if any(images) else None,
     )
 
 

@@ -114,14 +114,6 @@ class FollowedRecord:
             self._keep(step)
             yield step.manifest.step
 
-    def images(self, step: int) -> dict[str, Any]:
-        """Return the pictures of a step. Raises `RecordError`."""
-        return image_document(self.step(step))
-
-    def calls(self, step: int) -> dict[str, Any]:
-        """Return the calls of agents in a step. Raises `RecordError`."""
-        return calls_document(self.step(step))
-
     def view(self, step: int) -> StepView:
         """Return a step as columns; the last few are kept. Raises `RecordError`."""
         if step not in self._views:
@@ -224,7 +216,7 @@ class Contents:
 def packed_step(record: FollowedRecord, step: int, kind: str) -> bytes:
     if kind in PACKERS:
         return PACKERS[kind](record.view(step))
-    return pack_json(record.images(step) if kind == "images" else record.calls(step))
+    return pack_json((image_document if kind == "images" else calls_document)(record.step(step)))
 
 
 ASSETS = Path(__file__).parent / "assets"
@@ -339,23 +331,18 @@ def make_server(contents: Contents, port: int, opens: Place | None = None) -> Lo
                 page = b"".join(page_around("server", contents.document(None, opens)))
                 self.answer(HTTPStatus.OK, page, "text/html; charset=utf-8")
             elif found := RUN_PATH.fullmatch(path):
-                self.answer_run(found[1])
+                document, last = contents.document(None, opens), found[1]
+                if last is not None and document["stored"][-1:] == [int(last)]:
+                    self.answer(HTTPStatus.NO_CONTENT, b"")
+                else:
+                    data = json.dumps(document, allow_nan=False).encode()
+                    self.answer(HTTPStatus.OK, data, "application/json")
             elif found := BLOB_NAME.fullmatch(path.removeprefix("/blob/")):
-                self.answer_blob(found[0])
+                try:
+                    self.answer(HTTPStatus.OK, contents.blob(found[0]), "application/octet-stream")
+                except RecordError as error:
+                    self.answer(HTTPStatus.NOT_FOUND, str(error).encode())
             else:
                 self.answer(HTTPStatus.NOT_FOUND, b"no such page")
-
-        def answer_run(self, last: str | None) -> None:
-            document = contents.document(None, opens)
-            if last is not None and document["stored"][-1:] == [int(last)]:
-                self.answer(HTTPStatus.NO_CONTENT, b"")
-            else:
-                self.answer(HTTPStatus.OK, json.dumps(document, allow_nan=False).encode(), "application/json")
-
-        def answer_blob(self, name: str) -> None:
-            try:
-                self.answer(HTTPStatus.OK, contents.blob(name), "application/octet-stream")
-            except RecordError as error:
-                self.answer(HTTPStatus.NOT_FOUND, str(error).encode())
 
     return listen(Handler, port)

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_core.safety.printable import printable
 from recorder import RecordedStep
-from replayer.compare.stages import Rows, StageDifference, compare_steps, find_rows, match_rows
+from replayer.compare.stages import StageDifference, compare_steps, find_rows, match_rows
 
 MOST_DIFFERENCES = 200  # of a step: its weights alone may be thousands
 
@@ -21,7 +21,9 @@ def pair_document(left: RecordedStep, right: RecordedStep, foreign: tuple[bool, 
     Args:
         foreign: whether the left and the right record are of another trainer.
     """
-    here, there = matched_rows(left, right, foreign)
+    here, there = find_rows(left), find_rows(right)
+    if any(foreign) or not here.keys() & there.keys():  # else both number prompts and samples alike
+        here, there = match_rows(left, right)
     starts, other_starts = first_rows(left), first_rows(right)
     match = [-1] * other_starts[-1]
     for name, row in there.items():
@@ -37,15 +39,6 @@ def pair_document(left: RecordedStep, right: RecordedStep, foreign: tuple[bool, 
 
 def first_rows(step: RecordedStep) -> list[int]:
     return [0, *accumulate(map(step.num_rows, step.ranks))]
-
-
-def matched_rows(left: RecordedStep, right: RecordedStep, foreign: tuple[bool, bool]) -> tuple[Rows, Rows]:
-    """Return the rows of both steps under the names of the left one's, in its order.
-
-    By prompt and sample where both number them alike; else by what they contain.
-    """
-    here, there = find_rows(left), find_rows(right)
-    return match_rows(left, right) if any(foreign) or not here.keys() & there.keys() else (here, there)
 
 
 def fact_of(difference: StageDifference) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from areal_debug.view.data import calls_document
 from areal_debug.view.pack import pack_json
 from areal_debug.view.page import Contents, FollowedRecord
 from recorder import DamagedRecord, open_record
@@ -133,7 +134,7 @@ def test_a_page_has_the_calls_and_counts_of_failures(records):
     assert "a-0-calls" in contents.names(0)
     rows = contents.record.view(0).rows
     assert (rows["calls"].tolist(), rows["failed"].tolist()) == ([1, 2, 1, 2], [0, 1, 0, 0])
-    document = contents.record.calls(0)
+    document = calls_document(contents.record.step(0))
     assert contents.blob("a-0-calls") == pack_json(document)
     assert [row["calls"] for row in document["rows"]] == [[0], [0, 1], [2], [2, 3]]
     assert [part["text"] for part in document["calls"][1]["parts"] if part["failed"]] == [FAILURE]

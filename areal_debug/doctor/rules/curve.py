@@ -59,7 +59,6 @@ def reward_levels_off(run: Run) -> Alarm | None:
         ),
         evidence=((reached, low + REACHED * gain), *series.tail(3)),
         since=reached,
-        reached=reached,
     )
 
 

@@ -158,7 +158,6 @@ def steps_without_gradient(run: Run) -> Alarm | None:
         severity="error" if zero.mean() > 0.5 else "warning",
         evidence=series.at(at[:8]),
         since=int(series.steps[at[0]]),
-        first=int(series.steps[at[0]]),
     )
 
 

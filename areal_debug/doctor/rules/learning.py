@@ -251,7 +251,6 @@ def reward_fell_from_its_peak(run: Run) -> Alarm | None:
         "D04",
         series,
         found=f"around step {at} its median was {peak:.3g}, at the end {series.last:.3g}; steps scatter by {series.noise:.2g}",
-        severity="error",
         title="peak" if rose else "level",
         evidence=((at, peak), *series.tail(3)),
         since=onset(series.since(at), "down"),

@@ -281,7 +281,6 @@ def gradients_spike(run: Run) -> Alarm | None:
         evidence=norm.at(at[:8]),
         since=first,
         verb="break" if bad.any() else "dominate",
-        first=first,
     )
 
 
@@ -307,7 +306,6 @@ def gradients_grow(run: Run) -> Alarm | None:
         title="grow",
         since=begins,
         verb="break",
-        first=begins,
     )
 
 
@@ -367,7 +365,6 @@ def numbers_that_are_none(run: Run) -> Alarm | None:
         variant="" if run.kind == "learning" else "supervised",
         evidence=series.at(at[:8]),
         since=step,
-        step=step,
     )
 
 
@@ -384,7 +381,6 @@ def rate_is_absurd(run: Run) -> Alarm | None:
         found=f"above {ABSURD:g} in {int(beyond.sum())} of {len(beyond)} steps: one update of Adam replaces the weights",
         severity="error" if any(rule(run) for rule in consequences) else "warning",
         since=first,
-        first=first,
         rate=float(series.values.max()),
     )
 

@@ -56,16 +56,10 @@ def why_longer(run: Run, begins: int, for_nothing: bool) -> tuple[str, str] | No
         return "nothing", ""
     behind = left_behind(reward, validation.finite) if validation is not None else None
     if factor >= 1.5 and behind is not None:
-        return (
-            "rewarded",
-            f", validation by {behind[1]:+.3g}",
-        )
+        return "rewarded", f", validation by {behind[1]:+.3g}"
     least = TOO_MANY_CUT if is_learning(run) else 0.02
     if factor >= EXPLODES and cut is not None and cut.finite.rose(EXPLODES) and cut.finite.last > least:
-        return (
-            "explodes",
-            f"; {cut.finite.last:.3g} are cut off, {cut.finite.first:.3g} at first",
-        )
+        return "explodes", f"; {cut.finite.last:.3g} are cut off, {cut.finite.first:.3g} at first"
     is_checked = validation is not None and validation.finite.trend is not None
     later, paid = length.since(begins), reward.since(begins)
     start = begins - int(length.steps[0])

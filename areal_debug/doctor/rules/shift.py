@@ -64,7 +64,7 @@ def loss_jumps(run: Run) -> Alarm | None:
 def changed(series: Series, step: int, found: str, variant: str = "") -> Alarm:
     at = int(np.searchsorted(series.steps, step))
     evidence = series.at(range(at - 2, at + 3))
-    return alarm("D42", series, found=found, variant=variant, evidence=evidence, since=step, step=step)
+    return alarm("D42", series, found=found, variant=variant, evidence=evidence, since=step)
 
 
 def shifts(series: Series) -> Floats:

@@ -106,7 +106,6 @@ def held_out_loss_rises(run: Run) -> Alarm | None:
         found=f"around step {at} it was {lowest:.4g}, from there it changes by {change:+.3g}{meanwhile}",
         evidence=((at, lowest), *series.tail(3)),
         since=at,
-        at=at,
         end=at + 1,
     )
 
@@ -164,7 +163,7 @@ def policy_is_the_reference(run: Run) -> Alarm | None:
     if not known or not norm.sustained(lambda value: value > 0) or any(one.values.any() for one in both):
         return None
     found = f"{both[0].name} and {both[1].name} are 0 in all {len(both[0].values)} steps, the gradient norm is {norm.last:.2g}"
-    return alarm("D50", both[0], found=found, severity="error", since=int(both[0].steps[0]))
+    return alarm("D50", both[0], found=found, since=int(both[0].steps[0]))
 
 
 RULES = (

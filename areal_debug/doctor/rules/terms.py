@@ -68,7 +68,6 @@ def version_goes_back(run: Run) -> Alarm | None:
                 "D46",
                 series,
                 found=f"{name} is {values[at - 1]:g} at step {steps[at - 1]} and {values[at]:g} at step {steps[at]}",
-                severity="error",
                 evidence=series.finite.at(range(max(0, at - 2), min(len(values), at + 3))),
                 since=int(steps[at]),
             )
@@ -91,10 +90,8 @@ def reference_is_replaced(run: Run) -> Alarm | None:
                     f"{kl.name} is {np.median(before):.3g} before step {steps[at]}, {after[0]:.2g} there, "
                     f"and {after[-1]:.2g} at step {steps[at + BESIDE - 1]}"
                 ),
-                severity="error",
                 evidence=kl.at(range(at - 2, at + 3)),
                 since=int(steps[at]),
-                step=int(steps[at]),
             )
     return None
 

@@ -54,7 +54,10 @@ def reasons_contradict(rows: Rows) -> Finding | None:
         return None
     last = np.where(rows.last >= 0, rows.last, -1)
     judged = rows.stopped & (last >= 0)
-    is_end = np.isin(last, [*known, *own_ends(rows, judged)])
+    ids, counts = np.unique(last[judged], return_counts=True)
+    total = np.array([(rows.ids == one).sum() for one in ids.tolist()])
+    own = ids[(counts >= FEWEST) & (counts >= OWN_END * total)]  # end nearly always; no file need name them
+    is_end = np.isin(last, [*known, *own])
     flagged = judged & ~is_end
     if not enough(flagged, judged) or not np.isin(last[judged], [*known]).any():
         return None
@@ -70,13 +73,6 @@ def reasons_contradict(rows: Rows) -> Finding | None:
 
 def enough(flagged: np.ndarray, judged: np.ndarray) -> bool:
     return int(flagged.sum()) >= FEWEST and float(flagged.sum()) >= LEAST_SHARE * float(judged.sum())
-
-
-def own_ends(rows: Rows, judged: np.ndarray) -> np.ndarray:
-    """Return the tokens that nearly always end a row, which no file need name."""
-    ids, counts = np.unique(rows.last[judged], return_counts=True)
-    total = np.array([(rows.ids == one).sum() for one in ids.tolist()])
-    return ids[(counts >= FEWEST) & (counts >= OWN_END * total)]
 
 
 def surprises(rows: Rows) -> np.ndarray:
@@ -107,12 +103,9 @@ def are_copies(rows: Rows) -> Finding | None:
     ranks = [len(set(rows.rank[of])) for of in seen.values() if len(of) > 1]
     is_of_ranks = float(np.mean(ranks)) > 1.5
     found = f"{count} rows are the same as another one of their step" + ", on another rank" * is_of_ranks
-    is_clear = has_support(rows, flagged) and share(flagged, among) > NEARLY_HALF
-    return (
-        finding("S13", found, rows, flagged, among, title="ranks" if is_of_ranks else "data")
-        if is_clear
-        else None
-    )
+    if not has_support(rows, flagged) or share(flagged, among) <= NEARLY_HALF:
+        return None
+    return finding("S13", found, rows, flagged, among, title="ranks" if is_of_ranks else "data")
 
 
 def mask_leaves_out(rows: Rows) -> Finding | None:

@@ -39,12 +39,6 @@ def share(flags: np.ndarray, among: np.ndarray) -> float:
     return float(flags[among].mean()) if among.any() else 0.0
 
 
-def curve_of(name: str, rows: Rows, flagged: np.ndarray, among: np.ndarray) -> Series:
-    steps, number = np.unique(rows.step[among], return_inverse=True)
-    counts = np.bincount(number, flagged[among], len(steps))
-    return Series(f"record/{name}", steps, counts / np.bincount(number, minlength=len(steps)))
-
-
 def onset_of(curve: Series) -> int | None:
     """Return the step from which on a share is clearly larger; None if it was so from the start.
 
@@ -107,15 +101,16 @@ def finding(
     severity: str = "",
 ) -> Finding:
     """Build an alarm with its curve, evidence, onset and samples; its row names the curve."""
-    row = findings()[id]
-    curve = curve_of(row["metric"], rows, flagged, among)
+    steps, number = np.unique(rows.step[among], return_inverse=True)
+    shares = np.bincount(number, flagged[among], len(steps)) / np.bincount(number, minlength=len(steps))
+    curve = Series(f"record/{findings()[id]['metric']}", steps, shares)
     largest = np.sort(np.argsort(-curve.values, kind="stable")[:5])
     made = alarm(
         *(id, curve),
         found=f"{found} ({rows.extent})",
         variant="given" if rows.is_data.all() else "",
         title=title,
-        severity=severity or row.get("severity", "warning"),
+        severity=severity,
         evidence=curve.at(largest),
         since=onset_of(curve),
     )

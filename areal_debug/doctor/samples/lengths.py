@@ -24,12 +24,14 @@ def length_is_paid(rows: Rows) -> Finding | None:
     if found is None:
         return None
     correlation, num_groups, used = found
-    upper = rank_correlation(rows, judged & above_median(rows, judged))
+    is_long = rows.by_group(judged, lambda of: rows.lengths[of] >= np.median(rows.lengths[of]))
+    upper = rank_correlation(rows, judged & is_long)
     growth = rows.lengths[rows.late].mean() / max(1.0, rows.lengths[rows.early].mean())
     grows = growth >= GROWTH and upper is not None and upper[0] >= IN_UPPER_HALF
     if correlation < DECIDES and not (correlation >= FAVOURS and grows):
         return None
-    longest = used & (rows.lengths >= np.quantile(rows.lengths[used], 0.8)) & top_of_group(rows, used)
+    is_best = rows.by_group(used, lambda of: rows.reward[of] == rows.reward[of].max())
+    longest = used & (rows.lengths >= np.quantile(rows.lengths[used], 0.8)) & is_best
     shown = (
         f"rank correlation of length and reward inside {num_groups} groups is {correlation:.2f}, and the mean length "
         f"became {growth:.2f} times that of the beginning"
@@ -64,21 +66,6 @@ def centred_ranks(values: np.ndarray) -> np.ndarray:
     ranks = np.cumsum(counts) - (counts + 1) / 2
     centred: np.ndarray = ranks[number] - ranks[number].mean()
     return centred
-
-
-def above_median(rows: Rows, among: np.ndarray) -> np.ndarray:
-    """Return [n] bool: at least as long as the median of its group."""
-    found = np.zeros(len(rows), bool)
-    for members in rows.groups(among):
-        found[members] = rows.lengths[members] >= np.median(rows.lengths[members])
-    return found
-
-
-def top_of_group(rows: Rows, among: np.ndarray) -> np.ndarray:
-    """Return [n] bool: its reward is the largest of its group."""
-    best = np.full(rows.group.max() + 1, -np.inf)
-    np.maximum.at(best, rows.group[among], rows.reward[among])
-    return among & (rows.reward >= best[np.maximum(rows.group, 0)])
 
 
 def truncated_is_paid(rows: Rows) -> Finding | None:

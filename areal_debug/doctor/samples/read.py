@@ -158,6 +158,13 @@ class Rows:
         split = np.split(order, np.flatnonzero(np.diff(self.group[order])) + 1)
         return [members for members in split if len(members)]
 
+    def by_group(self, among: np.ndarray, judge: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return what a judge says of the rows of each group, [n] bool; False of other rows."""
+        found = np.zeros(len(self), bool)
+        for members in self.groups(among):
+            found[members] = judge(members)
+        return found
+
     def tokens(self, row: int) -> np.ndarray:
         """Return a row's tokens in the loss mask."""
         return self.ids[self.bounds[row] : self.bounds[row + 1]]
