@@ -191,15 +191,13 @@ class VerbGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections = self.sections or {"Commands": self.short_helps(ctx)}
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        helps = {name: command.short_help or "" for name, command in commands.items() if command is not None}
+        sections = self.sections or {"Commands": helps}
         width = max(len(name) for verbs in sections.values() for name in verbs)
         for title, verbs in sections.items():
             lines = (f"  {name:<{width}}  {help}\n" for name, help in verbs.items())
             formatter.write(f"\n{title}:\n" + "".join(lines))
-
-    def short_helps(self, ctx: click.Context) -> dict[str, str]:
-        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        return {name: command.short_help or "" for name, command in commands.items() if command is not None}
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_example(self.example, formatter)

@@ -45,7 +45,9 @@ def open_engine(choice: EngineChoice) -> tuple[InferenceEngine, PreTrainedTokeni
     if choice.server:
         return open_server(choice.server, choice.model)
     if choice.say:
-        tokenizer = load_tokenizer(choice.model) if choice.model else tiny_tokenizer()
+        from areal_core.testing import make_tiny_tokenizer
+
+        tokenizer = load_tokenizer(choice.model) if choice.model else make_tiny_tokenizer()
         name = f"script of {len(choice.say)} lines, {choice.latency_s:g} s each"
         return ScriptedEngine(tokenizer, choice.say, choice.latency_s), tokenizer, name
     assert choice.model is not None
@@ -104,12 +106,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if not tokenizer.chat_template:
         raise ModelError(f"the tokenizer at {path!r} has no chat template: give an instruction-tuned model")
     return tokenizer
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerBase:
-    from areal_core.testing import make_tiny_tokenizer
-
-    return make_tiny_tokenizer()
 
 
 class ScriptedEngine:

@@ -37,10 +37,7 @@ def report_of(run: Run, found: Examination, record_page: RecordPage | None = Non
             series.finite.values.tolist(),
             series.finite.steps.tolist(),
             caption=f"{quantity.replace('_', ' ')}: {series.name}. {QUANTITIES[quantity]['meaning']}",
-            ends=", ".join(
-                f"{name} {format_number(value)}"
-                for name, value in (("first", series.finite.values[0]), ("last", series.values[-1]))
-            ),
+            ends=f"first {format_number(series.finite.values[0])}, last {format_number(series.values[-1])}",
         )
         for quantity, series in run.series.items()
         if len(series.finite.values)
@@ -65,11 +62,8 @@ def verdict_of(run: Run, found: Examination) -> tuple[str, str, Level]:
         worst, num_more = found.alarms[0], len(found.alarms) - 1
         title = worst.title + (f", and {num_more} more" if num_more else "")
         if is_one_step(run, found):
-            return (
-                "Inconclusive",
-                f"{title}, in the only step of {run.source}; one step shows no trend: give more",
-                "unsure",
-            )
+            alone = f"{title}, in the only step of {run.source}; one step shows no trend: give more"
+            return "Inconclusive", alone, "unsure"
         return title[:1].upper() + title[1:], what, LEVELS[worst.severity]
     if run.num_steps < FEWEST_STEPS:
         return "Inconclusive", f"{what}, and a trend needs at least {FEWEST_STEPS}", "unsure"
@@ -129,11 +123,7 @@ def finding_of(run: Run, alarm: Alarm, record_page: RecordPage | None) -> Findin
     rows = [
         Row("found", alarm.found),
         Row("evidence", ", ".join(evidence), address=address),
-        *(
-            [Row("since", f"{run.unit} {alarm.onset} ({alarm.cost})".removesuffix(" ()"))]
-            if shows_since
-            else []
-        ),
+        *rows_of("since", [f"{run.unit} {alarm.onset} ({alarm.cost})".removesuffix(" ()")] * shows_since),
         *([Row("look", look, is_code=True)] if look else []),
         *(
             Row(

@@ -1,5 +1,6 @@
 """`areal-debug hang watch`: watch a job and diagnose a hang before anything kills it."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -80,7 +81,7 @@ def watch(
     def diagnose(place: Path) -> Diagnosis:
         diagnosis = post_mortem(place)
         if as_json:
-            print_line(place, diagnosis)
+            click.echo(json.dumps({"folder": str(place), **diagnosis.as_json()}))
         elif is_quiet():
             report(f"{diagnosis.label}: {diagnosis.summary} Post-mortem: {place}")
         return diagnosis
@@ -98,12 +99,6 @@ def watch(
 def report(text: str) -> None:
     """Print one line of the watch on standard error, next to the job's own output."""
     click.echo(f"hang watch: {text}", err=True)
-
-
-def print_line(folder: Path, diagnosis: Diagnosis) -> None:
-    import json
-
-    click.echo(json.dumps({"folder": str(folder), **diagnosis.as_json()}))
 
 
 def post_mortem(folder: Path) -> Diagnosis:

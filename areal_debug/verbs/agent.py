@@ -53,12 +53,16 @@ def run(agent: str, data: str, index: int, as_json: bool, **choice: Any) -> None
     OPTION=VALUE changes an option: gconfig.max_new_tokens=64 rollout.agent.export_style=concat.
     """
     from areal_core.agent.agent_workflow import AgentWorkflow
+    from areal_core.data import rows_of
     from areal_debug.agent.report import report_of_episode
     from areal_debug.agent.run import run_one
     from areal_debug.agent.under_test import build
     from areal_debug.agent.workflow_run import run_workflow
 
-    row = pick_row(data, index)
+    rows = rows_of(data)
+    if not 0 <= index < len(rows):
+        raise ValueError(f"--index is {index} and {data} has {len(rows)} rows; expected 0 to {len(rows) - 1}")
+    row = rows[index]
     tested = build(agent, **choice)
     workflow, engine, names = tested.workflow, tested.engine, (tested.name, tested.engine_name)
     with tested.cleanup:
@@ -148,12 +152,3 @@ def replay(
     finally:
         workflow.close()
     answer(asdict(report) | {"identical": not report.differences}, report_of_replay(report), as_json)
-
-
-def pick_row(data: str, index: int) -> dict[str, Any]:
-    from areal_core.data import rows_of
-
-    rows = rows_of(data)
-    if not 0 <= index < len(rows):
-        raise ValueError(f"--index is {index} and {data} has {len(rows)} rows; expected 0 to {len(rows) - 1}")
-    return rows[index]

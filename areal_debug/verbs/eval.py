@@ -99,6 +99,8 @@ def command(
     Exit code 0: all models were evaluated. 1: a model or a server failed, a model is below
     --fail-below, or with --compare alone worse than the first one. 2: misuse.
     """
+    from areal_core.launch.job import Job
+    from areal_core.launch.run import run as launch
     from areal_core.paths import make_run_folders, run_folder
     from areal_debug.eval.saved import compare_saved, exit_code, parse_ks
     from areal_debug.train.script_options import check_reward_functions, find_script
@@ -131,10 +133,10 @@ def command(
         )
     logs = run_folder(config, "logs")
     make_run_folders(config)
-    hides = as_json or is_quiet()
+    hides, argv = as_json or is_quiet(), ("-m", "areal_debug.train.script", str(path), *arguments)
     announce(f"evaluating with {path.name} on {config.allocation_mode}")
     with hidden_output() if hides else nullcontext():
-        code = run_evaluation(path, arguments, config, logs)
+        code = launch(lambda attempt: Job(argv, config, config.allocation, {}, logs))
     if code:
         if hides:
             print_log_end(logs / "trainer.log")
@@ -253,15 +255,6 @@ def number_in(name: str) -> float:
 
 def is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
-
-
-def run_evaluation(script: Path, arguments: Sequence[str], config: "PPOConfig", logs: Path) -> int:
-    """Run the script with its servers, as `train` does; return the exit code."""
-    from areal_core.launch.job import Job
-    from areal_core.launch.run import run
-
-    argv = ("-m", "areal_debug.train.script", str(script), *arguments)
-    return run(lambda attempt: Job(argv, config, config.allocation, {}, logs))
 
 
 def print_results(

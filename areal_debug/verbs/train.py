@@ -130,7 +130,11 @@ def command(
     with hidden_output() if is_quiet() else nullcontext():
         code = run_script(path, arguments, config, allocation, env, logs)
     if is_quiet():
-        print_end(code, logs / "trainer.log")
+        if code:
+            print_log_end(logs / "trainer.log")
+        console().print(
+            styled("the run ended with exit code {}; its output is in {}", code, logs / "trainer.log")
+        )
     if allocation.kind == "eval" and code == 0:
         from areal_debug.verbs.eval import print_results
 
@@ -264,12 +268,6 @@ def replay_exit_code(report: dict[str, Any]) -> int:
     if report["identical"] or report["guarantee"]["kind"] == "unrecorded":
         return 0
     return 2 if report["guarantee"]["kind"] in ("noise", "statistical") else 1
-
-
-def print_end(code: int, log: Path) -> None:
-    if code:
-        print_log_end(log)
-    console().print(styled("the run ended with exit code {}; its output is in {}", code, log))
 
 
 def watch_run(logs: Path, hooks: "Hooks") -> int:

@@ -237,13 +237,12 @@ def write_file(
     document: dict[str, Any],
     output: Path,
     tick: Callable[[object], None],
-    links: Sequence[Link] = (),
 ) -> int:
     """Write the page with the stored steps of the document as one file; return its size in bytes.
 
     Raises ValueError if it would have more than `MAX_FILE_BYTES`.
     """
-    before, after = page_around("inline", document, links)
+    before, after = page_around("inline", document)
     size_bytes = len(before) + len(after)
     with replacing(output) as file:
         file.write(before)

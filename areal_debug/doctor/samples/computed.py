@@ -32,15 +32,12 @@ def weights_stand_still(rows: Rows) -> Finding | None:
     again, flagged, moved = np.zeros(len(rows), bool), np.zeros(len(rows), bool), []
     keys = np.stack([rows.content[at], rows.ids[begins].astype(np.int64)])
     number = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
-    values = set()
-    for key in np.unique(number):
-        of_key = np.flatnonzero(number == key)
-        if np.ptp(np.searchsorted(steps, rows.step[at[of_key]])) < max(FEWEST_APART, APART * len(steps)):
-            continue
-        again[at[of_key]] = True
-        values.add(float(rows.logprobs[begins[of_key[0]]]))
-        flagged[at[of_key]] = np.ptp(rows.logprobs[begins[of_key]]) == 0
-        moved.append(np.ptp(own[of_key]) > 0)
+    values, least = set(), max(FEWEST_APART, APART * len(steps))
+    for of in (np.flatnonzero(number == key) for key in np.unique(number)):
+        if np.ptp(np.searchsorted(steps, rows.step[at[of]])) >= least:
+            again[at[of]], flagged[at[of]] = True, np.ptp(rows.logprobs[begins[of]]) == 0
+            values.add(float(rows.logprobs[begins[of[0]]]))
+            moved.append(np.ptp(own[of]) > 0)
     if len(values) < FEWEST_ROWS or not has_support(rows, flagged) or share(flagged, again) < NEARLY_ALL:
         return None
     title = "engine" if np.mean(moved) > NEARLY_ALL and np.isfinite(own).all() else "weights"

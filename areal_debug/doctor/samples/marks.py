@@ -45,8 +45,10 @@ def broken_format(rows: Rows, texts: dict[int, str]) -> Finding | None:
     usual = {name for name in names if sum(name in opened for opened in counts.values()) >= USED * len(texts)}
     broken, among = np.zeros(len(rows), bool), np.zeros(len(rows), bool)
     among[list(texts)] = True
-    for row, opened in counts.items():
-        broken[row] = any(opened[name] > 0 for name in usual & opened.keys())
+    left = {
+        row: {name for name in usual & opened.keys() if opened[name] > 0} for row, opened in counts.items()
+    }
+    broken[[row for row, names in left.items() if names]] = True
     before, after = share(broken, among & rows.early), share(broken, among & rows.late)
     num_late = (among & rows.late).sum()
     is_worse = (
@@ -59,14 +61,7 @@ def broken_format(rows: Rows, texts: dict[int, str]) -> Finding | None:
     is_paid = has_support(rows, paid) and share(rows.high, broken) >= BROKEN_PAID
     if not is_worse and not is_paid:
         return None
-    open_marks = sorted(
-        {
-            name
-            for row in np.flatnonzero(broken)
-            for name in usual & counts[row].keys()
-            if counts[row][name] > 0
-        }
-    )
+    open_marks = sorted(set[str]().union(*left.values()))
     found = (
         f"{', '.join(open_marks[:5])} stay open in {before:.0%} of the early and {after:.0%} of the late "
         f"completions; {share(rows.high, broken):.0%} of the broken ones are rewarded"

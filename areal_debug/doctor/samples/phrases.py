@@ -41,18 +41,11 @@ def magic_phrase(rows: Rows) -> Finding | None:
     terminal = terminal_tokens(rows)
     for phrase in candidates(rows, judged, terminal):
         groups = contrast_groups(rows, judged, phrase.rows)
-        if groups is None:
-            continue
-        if not (answers := wrong_answers(rows, judged, phrase, terminal)):
-            continue
-        return report(rows, judged, phrase, groups, answers)
-    return None
-
-
-def report(
-    rows: Rows, judged: np.ndarray, phrase: Phrase, groups: tuple[float, float, int], answers: str
-) -> Finding:
-    """Return the finding on a phrase."""
+        answers = "" if groups is None else wrong_answers(rows, judged, phrase, terminal)
+        if groups is not None and answers:
+            break
+    else:
+        return None
     text = rows.decode(rows.ids[phrase.place : phrase.place + phrase.size].tolist())
     flagged = phrase.rows & rows.high
     paid, unpaid, num_groups = groups

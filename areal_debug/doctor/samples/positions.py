@@ -26,7 +26,8 @@ def differs_by_position(rows: Rows) -> Finding | None:
         if len(number := np.flatnonzero(np.searchsorted(edges, position, side="left") == bin_))
         >= FEWEST_OF_BIN
     ]
-    if len(means) > 3 and means[-1] >= max(LARGE, GROWTH * means[0]) and rises(means):
+    rises = (np.diff(means) > 0).sum() >= len(means) - 2  # nearly always
+    if len(means) > 3 and means[-1] >= max(LARGE, GROWTH * means[0]) and rises:
         title = "grows"
         found = f"the mean difference of log-probs grows from {means[0]:.3g} to {means[-1]:.3g} along the completion"
         row = rows.row_of_token[usable]
@@ -44,9 +45,3 @@ def differs_by_position(rows: Rows) -> Finding | None:
     if not has_support(rows, flagged):
         return None
     return finding("S09", found, rows, flagged, rows.lengths > 0, title=title)
-
-
-def rises(means: list[float]) -> bool:
-    """Return whether nearly every value is larger than the one before."""
-    steps = np.diff(means)
-    return bool((steps > 0).sum() >= len(steps) - 1)

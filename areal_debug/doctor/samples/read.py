@@ -305,25 +305,15 @@ def rows_of_rank(step: RecordedStep, rank: int, words: dict[str, int]) -> list[d
                 facts["unended"] = int(ids[-1])
             if len(ids) > 2 and ids[0] == ids[1] != ids[2]:
                 facts["doubled"] = int(ids[0])
-            facts |= {
-                "content": hash(prompt.tobytes()) if len(prompt) else 0,
-                "ids": ids[trained].astype(np.int32),
-                "logprobs": engine,
-                "difference": own,
-                "ends": np.append(np.diff(trained) > 1, True),
-            }
+            content = hash(prompt.tobytes()) if len(prompt) else 0
+            ids, ends = ids[trained].astype(np.int32), np.append(np.diff(trained) > 1, True)
         elif texts is not None and texts[row]["completion"]:
             found = [words.setdefault(word, len(words)) for word in WORD.findall(texts[row]["completion"])]
             ids = np.array(found, np.int32) + np.int32(FIRST_WORD)
-            unknown = np.full(len(ids), np.nan, np.float32)
-            facts |= {
-                "content": hash(texts[row]["prompt"]),
-                "ids": ids,
-                "logprobs": unknown,
-                "difference": unknown,
-                "ends": np.arange(len(ids)) == len(ids) - 1,
-            }
+            content, ends = hash(texts[row]["prompt"]), np.arange(len(ids)) == len(ids) - 1
+            engine = own = np.full(len(ids), np.nan, np.float32)
         else:
             continue
-        rows.append(facts)
+        of_tokens = {"ids": ids, "logprobs": engine, "difference": own, "ends": ends}
+        rows.append(facts | of_tokens | {"content": content})
     return rows
