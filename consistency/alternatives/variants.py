@@ -373,6 +373,9 @@ OPTIONS: tuple[tuple[str, str, type, Callable[[Any], Any]], ...] = (
     *((f"norms with epsilon {e:.0e}", "variance_epsilon eps", float, lambda old, e=e: e) for e in EPSILONS),
     ("1 expert more a token", "top_k", int, lambda old: old + 1),
     ("1 expert less a token", "top_k", int, lambda old: max(old - 1, 1)),
+    ("experts chosen among those of all groups", "num_group topk_group", int, lambda old: 1),
+    ("1 group of experts more a token", "topk_group", int, lambda old: old + 1),
+    ("1 group of experts less a token", "topk_group", int, lambda old: max(old - 1, 1)),
     ("weights of experts normalised the other way", "norm_topk_prob norm_topk", bool, lambda old: not old),
     ("attention beside the MLP, or before it", "use_parallel_residual", bool, lambda old: not old),
     ("attention without its window", WINDOW, int, lambda old: WIDEST),
@@ -517,7 +520,10 @@ def expert_variants(model: Any) -> Iterator[Variant]:
     choosing = [module for module in model.modules() if isinstance(getattr(module, "top_k", None), int)]
     routers_of = [one for one in choosing if type(one).__name__.lower().endswith("topkrouter")]
     for name, hook in ROUTINGS.items():
-        yield Variant("R54", f"experts {name}", hooks=[(one, hook) for one in routers_of])
+        hooks = [(one, hook) for one in routers_of if name != BIASED or hasattr(one, CORRECTION)]
+        yield Variant("R54", f"experts {name}", hooks=list(hooks))
+    whole = [(one, whole_bias) for one in model.modules() if hasattr(one, "down_proj_bias")]
+    yield Variant("R54", "the output bias of each expert added without its weight", hooks=list(whole))
     biases = [getattr(one, CORRECTION) for one in choosing if hasattr(one, CORRECTION)]
     values = [(bias, lambda old: old.bfloat16().to(old)) for bias in biases]
     yield Variant("R25.variant", "a correction bias of the router in bfloat16", list(values))
@@ -526,6 +532,10 @@ def expert_variants(model: Any) -> Iterator[Variant]:
         values = [(p, partial(without_shard, rank, count)) for p in outputs if len(p) % count == 0]
         name = f"shard {rank} of {count} of the experts without an output"
         yield Variant("R25.variant", name, list(values))
+    shared = [one for name, one in model.named_modules() if name.endswith(SHARED_EXPERTS)]
+    scales = {getattr(one, "routed_scaling_factor", 1.0) for one in routers_of}
+    grid = tuple(sorted({*MULTIPLES, *scales} - {1.0}))
+    yield from scanned(partial(scaled, "the shared expert", shared), grid, 1.0)
     gates = [module for name, module in model.named_modules() if name.endswith("shared_expert_gate")]
     opened = [(gate, lambda *args: torch.full_like(args[-1], 100.0)) for gate in gates]  # of a sigmoid
     yield Variant("R54", "the shared expert without its gate", hooks=list(opened))
@@ -537,27 +547,48 @@ def without_shard(rank: int, count: int, old: Tensor) -> Tensor:
     return new
 
 
+def scaled(of: str, modules: list[nn.Module], by: float) -> Variant:
+    hooks = [(module, lambda *args: by * args[-1]) for module in modules]
+    return Variant("R54", f"the output of {of} times {by:.3g}", hooks=list(hooks))
+
+
+def whole_bias(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    """Add the part of the chosen experts' output bias that their weights leave out."""
+    given: tuple[Tensor, ...] = (*args, *kwargs.values())
+    _, chosen, weights = given
+    missing = (1 - weights)[..., None] * module.down_proj_bias[chosen]
+    return output + missing.sum(-2).view_as(output)
+
+
 def weighed_by_logits(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     logits, _, chosen = output
     return logits, logits.gather(-1, chosen), chosen
 
 
-def routed(score: Callable[..., Tensor], module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-    """Choose and weigh experts by another function of the router's logits [tokens, experts]."""
-    logits, own, _ = output
+def routed(
+    score: Callable[..., Tensor], module: Any, args: Any, kwargs: Any, output: Any, is_biased: bool = False
+) -> Any:
+    """Choose and weigh experts by another function of the router's logits [tokens, experts].
+
+    `is_biased`: the same experts, weighed by what they are chosen by.
+    """
+    logits, own, chosen = output
     scores = score(logits.float())
-    chosen = torch.topk(scores + getattr(module, CORRECTION, 0.0), module.top_k, -1)[1]
-    weights = scores.gather(-1, chosen)
+    corrected = scores + getattr(module, CORRECTION, 0.0)
+    chosen = chosen if is_biased else torch.topk(corrected, module.top_k, -1)[1]
+    weights = (corrected if is_biased else scores).gather(-1, chosen)
     if getattr(module, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
     return logits, (weights * getattr(module, "routed_scaling_factor", 1.0)).to(own.dtype), chosen
 
 
-CORRECTION = "e_score_correction_bias"
+SHARED_EXPERTS = ("shared_expert", "shared_experts")
+CORRECTION, BIASED = "e_score_correction_bias", "weighed by scores with their correction bias"
 ROUTINGS: dict[str, Hook] = {
     "weighed by the router's logits, without a softmax": weighed_by_logits,
     "routed by a softmax": partial(routed, partial(torch.softmax, dim=-1)),
     "routed by a sigmoid": partial(routed, torch.sigmoid),
+    BIASED: partial(routed, torch.sigmoid, is_biased=True),
 }
 
 
