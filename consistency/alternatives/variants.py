@@ -89,7 +89,7 @@ def best_of(scorer: Scorer, rows: Sequences, temperature: float, variants: list[
     def miss(variant: Variant) -> float:
         try:
             return missed(screened, scored_with(variant, scorer, screened, temperature))
-        except (RuntimeError, ValueError):  # which this class does not compute
+        except (AttributeError, RuntimeError, ValueError):  # which this class does not compute
             return float("inf")
 
     as_is = miss(Variant("", ""))
@@ -172,6 +172,7 @@ def variants_of(model: Any) -> Iterator[Variant]:
     yield from option_variants(model)
     yield from norm_variants(model)
     yield from layer_variants(model)
+    yield from kind_variants(model)
     yield from expert_variants(model)
     yield from quantized_variants(model)
     yield from changed_tensors(model)
@@ -212,6 +213,13 @@ def other_positions(make: Callable[..., Variant], of: str, own: dict[str, Any]) 
     for factor in FACTORS:
         yield make(f"positions{of} divided by {factor:g}", rope_type="linear", factor=factor)
     yield make(f"rotary positions{of} without the scaling of the config", rope_type="default")
+    for name, number in own.items():
+        if type(number) in (int, float) and name not in ("rope_theta", "partial_rotary_factor"):
+            yield from scanned(partial(rescaled, make, of, name, number), MULTIPLES, 1.0)
+
+
+def rescaled(make: Callable[..., Variant], of: str, name: str, number: float, by: float) -> Variant:
+    return make(f"{name} of the rotary scaling{of} times {by:.3g}", **{name: number * by})
 
 
 def rebuilt(tables: list[Any], keys: tuple[str, ...], title: str, **parameters: Any) -> Variant:
@@ -305,9 +313,22 @@ def attention_variants(model: Any) -> Iterator[Variant]:
                 of_columns: Order = lambda old: in_heads(size, in_turn, old.T).T.contiguous()  # noqa: E731
                 values.append((one.o_proj.weight, of_columns))
         yield Variant("R25.variant", "query heads that share keys and values in turn", values)
+    grouped = partial(by_groups, num_heads, num_shared)
+    cut: Order = lambda rows: rows[grouped(torch.arange(len(rows))).argsort()]  # noqa: E731
+    for how, order in (("joined in groups of heads, then cut", grouped), ("joined, then cut by groups", cut)):
+        values = [change for names in ATTENDED for change in reordered(model, names, order)]
+        yield Variant("R25.variant", f"q, k and v {how}", values)
+
+
+def by_groups(num_heads: int, num_shared: int, rows: Tensor) -> Tensor:
+    """Order rows of q, k and v so that keys and values follow the query heads that share them."""
+    size = len(rows) // (num_heads + 2 * num_shared)
+    parts = rows.split([num_heads * size, num_shared * size, num_shared * size])
+    return torch.cat([part.unflatten(0, (num_shared, -1)) for part in parts], 1).flatten(0, 1)
 
 
 PAIRS = {"k and v": ("k_proj", "v_proj"), "gate and up": ("gate_proj", "up_proj")}
+ATTENDED = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",))
 FUSED = "gate_up_proj"  # a linear layer, or of experts [experts, gate and up, dim]
 SHARDS = (2, 4, 8)
 
@@ -381,6 +402,9 @@ OPTIONS: tuple[tuple[str, str, type, Callable[[Any], Any]], ...] = (
     ("attention without its window", WINDOW, int, lambda old: WIDEST),
     ("a window one token wider", WINDOW, int, lambda old: old + 1),
     ("a window one token narrower", WINDOW, int, lambda old: max(old - 1, 1)),
+    # Where only layers with a window, or of such a flag, have positions.
+    ("rotary positions in every layer", WINDOW, type(None), lambda old: WIDEST),
+    ("rotary positions in every layer", "use_rope", int, lambda old: 1),
 )
 # Numbers that modules multiply by.
 FACTOR = re.compile("scal|multipl|factor|alpha")
@@ -390,9 +414,10 @@ def option_variants(model: Any) -> Iterator[Variant]:
     known = [one for module in model.modules() for one in (module, getattr(module, "config", None))]
     unique = {id(one): one for one in known if one is not None}.values()
     for title, names, kind, change in OPTIONS:
-        options = [(one, name, getattr(one, name, None)) for one in unique for name in names.split()]
+        options = [(one, name, getattr(one, name, ...)) for one in unique for name in names.split()]
         changed = [(one, name, change(old)) for one, name, old in options if isinstance(old, kind)]
-        yield Variant("R52.variant" if names == WINDOW else "R54", title, attributes=changed)
+        cause = "R49" if "positions" in title else "R52.variant" if names == WINDOW else "R54"
+        yield Variant(cause, title, attributes=changed)
     factors: dict[str, list[tuple[nn.Module, Any]]] = {}
     for one in model.modules():
         for name, value in (vars(one) | dict(one.named_buffers(recurse=False))).items():
@@ -464,6 +489,23 @@ def layer_variants(model: Any) -> Iterator[Variant]:
     for name, order in orders_of_layers(len(layers)).items():
         moved = [(held, str(place), held[source]) for place, source in enumerate(order) if place != source]
         yield Variant("R25.variant", name, attributes=moved)
+
+
+def kind_variants(model: Any) -> Iterator[Variant]:
+    """Yield each layer with its neighbour's type: with the window, positions and flags that go with it."""
+    config, layers = model.config.get_text_config(), list(getattr(model.get_decoder(), "layers", ()))
+    types = list(getattr(config, "layer_types", None) or ())
+    for by, which in ((1, "next"), (-1, "previous")) if len({*types}) > 1 else ():
+        moved: list[tuple[Any, str, Any]] = [(config, "layer_types", types[by:] + types[:by])]
+        for layer, other in zip(layers, layers[by:] + layers[:by], strict=True):
+            theirs = dict(other.named_modules())
+            for path, module in layer.named_modules():
+                values = vars(theirs.get(path, module)).items()
+                moved += [(module, n, v) for n, v in values if isinstance(v, KINDS) and n != "layer_idx"]
+        yield Variant("R52.variant", f"each layer of the type (window) of the {which} one", attributes=moved)
+
+
+KINDS = (str, int, type(None))  # of what differs between types of layers
 
 
 def orders_of_layers(count: int) -> dict[str, list[int]]:
@@ -615,10 +657,22 @@ def with_inputs(scheme: Hook, layer: nn.Linear, args: Any, kwargs: Any, output: 
     return nn.functional.linear(in_scheme(scheme, args[0]), layer.weight, layer.bias)
 
 
-def rounded_to_float8(values: Tensor, of: tuple[int, ...] = (-1,)) -> Tensor:
+def rounded_to_float8(
+    values: Tensor, of: tuple[int, ...] = (-1,), scaled_by: Callable[[Tensor], Tensor] = torch.positive
+) -> Tensor:
     """Round with one scale a row, or over the dimensions `of`."""
-    scale = values.abs().amax(of, keepdim=True).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    most = torch.finfo(torch.float8_e4m3fn).max
+    scale = scaled_by(values.abs().amax(of, keepdim=True).clamp(min=1e-12) / most)
     return (values / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def in_blocks(values: Tensor, size: int, scaled_by: Callable[[Tensor], Tensor]) -> Tensor:
+    """Round to float8 with one scale for each square block, the last of which may be smaller."""
+    rows, columns = values.shape[-2:]
+    padded = nn.functional.pad(values, (0, -columns % size, 0, -rows % size))
+    blocks = padded.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    rounded = rounded_to_float8(blocks, (-3, -1), scaled_by)
+    return rounded.flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns]
 
 
 def in_groups(values: Tensor, group: int | None) -> Tensor:
@@ -654,12 +708,18 @@ def power_of_two(scale: Tensor) -> Tensor:
 
 
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+BLOCKS = (128, 32)  # rows and columns, of DeepSeek's float8
 GROUPS = (16, 32, 64, 128)  # of GPTQ, AWQ, bitsandbytes, MXFP4 (32) and NVFP4 (16)
 
 
 SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     "float8": rounded_to_float8,
     "float8 with one scale a tensor": partial(rounded_to_float8, of=(-2, -1)),
+    **{
+        f"float8 in blocks of {n}{of}": partial(in_blocks, size=n, scaled_by=scaled_by)
+        for n in BLOCKS
+        for of, scaled_by in (("", torch.positive), (", scales of powers of two", power_of_two))
+    },
     "int8": partial(rounded_to_integers, bits=8, group=None),
     **{f"int4, groups of {n}": partial(rounded_to_integers, bits=4, group=n) for n in GROUPS},
     **{
@@ -667,6 +727,6 @@ SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
         for n in GROUPS
     },
     "float4, groups of 32 (MXFP4)": partial(rounded_to_float4, group=32, scaled_by=power_of_two),
-    "float4, groups of 16 (NVFP4)": partial(rounded_to_float4, group=16, scaled_by=lambda scale: scale),
+    "float4, groups of 16 (NVFP4)": partial(rounded_to_float4, group=16, scaled_by=torch.positive),
 }
 OF_INPUTS = {name: SCHEMES[name.partition(" ")[0]] for name in SCHEMES if "4" not in name}  # a scale a token
