@@ -113,7 +113,6 @@ class Expression:
     option: str
 
     def uses(self, name: str) -> bool:
-        """Return whether the expression has a name."""
         return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(self.tree))
 
     def matches(self, values: Mapping[str, Any]) -> bool:

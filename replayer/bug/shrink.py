@@ -77,7 +77,6 @@ class Symptom:
 
 
 def kind_of(error: str) -> str:
-    """Return the type of an error."""
     return error.partition(":")[0]
 
 

@@ -167,7 +167,6 @@ class Sources:
         return [(path, "")]
 
     def references(self, definition: Definition) -> set[Definition]:
-        """Return the definitions that one refers to."""
         path, name = definition
         source = self.file(path)
         nodes = [inner for node in source.definitions.get(name, ()) for inner in ast.walk(node)]

@@ -36,7 +36,6 @@ def commits_between(repository: Path, good: str, bad: str) -> list[Commit]:
 
 
 def has_commit(repository: Path, commit: str) -> bool:
-    """Return whether the repository has a commit."""
     command = ["git", "-C", str(repository), "cat-file", "-e", f"{commit}^{{commit}}"]
     return subprocess.run(command, capture_output=True).returncode == 0
 

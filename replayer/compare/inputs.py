@@ -29,7 +29,6 @@ class Seen:
 
 
 def pictures_of(step: RecordedStep, rank: int) -> list[list[Seen]]:
-    """Return the pictures of each row of a rank."""
     tensors = step.batch_entry(rank)[1].tensors
     if "pixel_values" not in tensors:
         return [[Seen(*named) for named in row] for row in step.pictures_of_rows(rank)]

@@ -403,7 +403,6 @@ def compare_contents(
 
 
 def place_of(row: RowSpan, token: int | None = None, right: RowSpan | None = None) -> Place:
-    """Return the row as a place."""
     in_prompt = token is not None and token < row.prompt_length
     other = None if right is None else (right.rank, right.row)
     return Place(row.rank, row.row, row.prompt_id, row.sample_id, token, in_prompt, other)

@@ -199,7 +199,6 @@ class Opinion:
 
     @property
     def first(self) -> StageOpinion | None:
-        """The first stage that differs."""
         return next((stage for stage in self.stages if stage.verdict == "differs"), None)
 
 
@@ -723,7 +722,14 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
                 f"{path} is not the model that the step starts from: {', '.join(names[:3])} differ; "
                 "give the right one with --model"
             )
-    loaded = load_pass(path, configured.temperature, replays_experts=rows.experts is not None)
+    try:
+        loaded = load_pass(path, configured.temperature, replays_experts=rows.experts is not None)
+    except (OSError, ValueError) as error:
+        if given:
+            raise
+        return None, f"{path} could not be loaded: {str(error).splitlines()[0]}"
+    if rows.input_ids.max() >= (size := loaded.models[0][0].get_input_embeddings().num_embeddings):
+        return None, f"the record has token {rows.input_ids.max()}, and {path} has {size} tokens"
     if own is not None and (is_shown or "current_logp" in rows.tensors):
         current, noise = loaded.logprobs(rows)
         if not (np.abs(current - own)[rows.mask] <= noise).all():  # not from these weights, or not in float32

@@ -136,7 +136,6 @@ class Change:
 
 
 def changes(expected: Options, recorded: Options) -> tuple[Change, ...]:
-    """Return the options that differ."""
     left, right = vars(expected), vars(recorded)
     return tuple(Change(name, left[name], right[name]) for name in left if left[name] != right[name])
 

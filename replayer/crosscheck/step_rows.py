@@ -187,13 +187,11 @@ def origin_of(record: Record, step: int, given: Folder | None) -> Origin:
 
 
 def to_json(rows: StepRows) -> dict[str, Any]:
-    """Return rows as JSON types."""
     document: dict[str, Any] = msgspec.to_builtins(rows, enc_hook=array_json)
     return document
 
 
 def from_json(document: Mapping[str, Any]) -> StepRows:
-    """Return the rows of `to_json`."""
     return msgspec.convert(document, StepRows, dec_hook=lambda _, value: array_of(value))
 
 
@@ -207,7 +205,6 @@ def array_json(array: npt.NDArray[Any]) -> dict[str, Any]:
 
 
 def array_of(value: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Return the array of `array_json`."""
     return np.frombuffer(base64.b64decode(value["base64"]), value["dtype"]).reshape(value["shape"]).copy()
 
 
@@ -217,7 +214,6 @@ def shifted(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def learning_of(recorded: RecordedStep, rank: int) -> dict[str, npt.NDArray[Any]]:
-    """Return the tensors of `LEARNING` that a rank recorded."""
     name = recorded.rank_name("learning", rank, "safetensors")
     if name not in recorded.manifest.batches:
         return {}

@@ -52,7 +52,6 @@ class LossCall:
     checksums: list[str] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON."""
         assert self.loss is not None
         return {"rows": self.rows, "loss": float(self.loss).hex(), "logps": self.checksums}
 
@@ -66,7 +65,6 @@ class Update:
     weights: dict[str, str]
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON."""
         return {
             "lr": [rate.hex() for rate in self.lr],
             "grad_norm": self.grad_norm.hex(),

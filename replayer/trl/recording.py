@@ -108,7 +108,6 @@ class Recording(Watcher):
         self.generators.leave()
 
     def finished(self, step: TrainedStep) -> None:
-        """Write a step."""
         assert self.recorder is not None
         exact = {}  # unrounded
         if step.updates:

@@ -140,7 +140,6 @@ def facts_of(
 def first_difference(
     samples: Sequence[Sample], details: Mapping[str, Any], step: TrainedStep, rank: int
 ) -> StepDifference | None:
-    """Return the first difference of a step from its recorded samples and details."""
     recorded = facts_of(samples, details["weights_before"] or {}, details["work"], details)
     work = [item.document() for item in step.work]
     for left, right in zip(

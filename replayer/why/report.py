@@ -50,7 +50,6 @@ class Finding:
         return replace(self, confidence=confidence).with_evidence(*sentences)
 
     def with_evidence(self, *sentences: str) -> "Finding":
-        """Return the finding with further evidence."""
         return replace(self, evidence=(*self.evidence, *sentences))
 
 
