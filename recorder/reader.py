@@ -539,7 +539,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
         if not local.exists():
             raise RecordNotFound(f"{location} does not exist: give the folder that a run recorded into")
         if local.is_dir() and not (local / "zarr.json").is_file():
-            if any((local / group / "zarr.json").is_file() for group in ("all", "steps")):
+            if any((local / group / "zarr.json").is_file() for group in ("all", STEPS_FOLDER)):
                 raise DamagedRecord("zarr.json", "is missing: the folder holds the rest of an archive")
             return FolderStorage(local)
         if local.is_file() and not zipfile.is_zipfile(local):

@@ -7,7 +7,6 @@ thread, and only where both show the same Python frames: a thread that moved in 
 first stack.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -32,6 +31,7 @@ from hangdoctor.parse.endings import Ended, endings_of
 from hangdoctor.parse.job_log import Text, read_job_log
 from hangdoctor.parse.location import ProcessName, coordinates_in, parse_name
 from hangdoctor.parse.logs import parse_log, running_records, watchdog_records, watchdog_timeouts
+from hangdoctor.waits import wait_of
 
 
 def merge_native(threads: tuple[Thread, ...], natives: tuple[Thread, ...]) -> tuple[Thread, ...]:
@@ -54,7 +54,6 @@ def python_frames(thread: Thread) -> tuple[tuple[str, int], ...]:
 
 
 Key = tuple[str, int]
-RAY_GET = re.compile("get|get_objects|wait")
 
 
 @dataclass(slots=True)
@@ -204,8 +203,8 @@ def actor_of(reading: Reading, name: str) -> str:
 
 
 def calls_actors(reading: Reading, name: str) -> bool:
-    innermost = (frame for thread in threads_of(reading, name) for frame in thread.frames[:4])
-    return any(RAY_GET.fullmatch(frame.function) and "ray/_private/" in frame.file for frame in innermost)
+    of_ray = (t for t in threads_of(reading, name) if any("ray/" in frame.file for frame in t.frames))
+    return any(wait_of(thread.frames).operation == "ray.get" for thread in of_ray)
 
 
 def dump_of(reading: Reading, listed: dict[str, ProcessEntry], key: Key, mask: Masker) -> ProcessDump:
