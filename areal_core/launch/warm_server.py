@@ -189,6 +189,7 @@ def written(number: int, before: TextIO) -> TextIO:
 def run_program(argv: list[str]) -> None:
     if argv[0] == "-m":
         sys.argv = argv[1:]
+        sys.modules.pop(argv[1], None)  # runpy warns of a module that is imported
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = argv

@@ -237,5 +237,4 @@ def summary_columns(stats: Stats) -> dict[str, str]:
 
 
 def first_of(stats: Mapping[str, float], names: tuple[str, ...]) -> float | None:
-    """Return the value of the first name that was recorded."""
     return next((stats[name] for name in names if name in stats), None)

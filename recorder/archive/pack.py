@@ -153,7 +153,8 @@ def write_archive(
     }
     deque(zarr.create_hierarchy(store=group.store, nodes=nodes), maxlen=0)  # one by one takes twice as long
     if not is_url(location):
-        sync_files(Path(location))
+        for path in (Path(location), *Path(location).rglob("*")):
+            sync(path)
     commit_top(group, top)
     tokens = [
         column.end for path, column in stream.columns.items() if path.startswith(f"{stream.name}/input_ids.")
@@ -315,8 +316,3 @@ def zip_folder(folder: Path, file: Path) -> None:
 
 def sorted_files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def sync_files(folder: Path) -> None:
-    for path in (folder, *folder.rglob("*")):
-        sync(path)

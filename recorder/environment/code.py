@@ -121,16 +121,13 @@ def main_script() -> Path | None:
     if file is None:
         return None
     path = Path(os.path.abspath(file))
-    return path if path.is_file() and not (is_installed(path) or is_ours(path)) else None
+    is_foreign = not str(path).startswith(installed_folders()) and not is_ours(path)
+    return path if path.is_file() and is_foreign else None
 
 
 def is_ours(path: Path) -> bool:
     """Return whether a file is one of our packages, whose identity is the commit or the version."""
     return path.is_relative_to(PACKAGES) and path.relative_to(PACKAGES).parts[0] in OURS
-
-
-def is_installed(path: Path) -> bool:
-    return str(path).startswith(installed_folders())
 
 
 def installed_folders() -> tuple[str, ...]:

@@ -267,7 +267,7 @@ def read_columns(
     if "prompt" in sources:
         wanted |= {"prompt_length", "loss_mask"}
     if layout.from_elsewhere and "logprobs" in wanted:
-        wanted.add("loss_mask")
+        wanted |= {"loss_mask", "prompt_length"}
     batch = step.batch(rank, wanted & entry.tensors.keys()) if wanted else {}
     learning = read_learning(step, rank, fields, batch) if "learning" in sources else {}
     texts = step.text(rank) if "text" in sources and has_file(step, "text", rank, "jsonl") else None
@@ -290,7 +290,7 @@ def read_columns(
             column = absent(field, entry.num_rows)
         elif layout.from_elsewhere and (field.source == "learning" or field.key in batch.keys() - WHOLE):
             if field.key == "logprobs":  # FORMAT.md: a 0 outside of the mask is unknown
-                given = (batch["loss_mask"] != 0) | (column.values != 0)
+                given = written_by_model(step, rank, batch) | (column.values != 0)
                 column = replace(column, known_values=given)
             column = without_placeholders(column)
         columns[field.name] = column
@@ -340,6 +340,16 @@ def prompt_lengths(step: RecordedStep, rank: int, batch: dict[str, np.ndarray]) 
         given = step.known(rank, "prompt_length")
         lengths, known = np.where(given, batch["prompt_length"], lengths), known | given
     return Column(lengths.astype(np.int32), known=known)
+
+
+def written_by_model(step: RecordedStep, rank: int, batch: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the tokens [tokens] of the mask; in a row without one, those behind the prompt."""
+    bounds, trained = batch["cu_seqlens"], batch["loss_mask"] != 0
+    if "prompt_length" not in batch:
+        return trained
+    has_no_mask = step.known(rank, "prompt_length") & ~step.known(rank, "loss_mask")
+    begins = np.where(has_no_mask, bounds[:-1] + batch["prompt_length"], bounds[1:])
+    return trained | (np.arange(bounds[-1]) >= np.repeat(begins, np.diff(bounds)))
 
 
 def read_learning(

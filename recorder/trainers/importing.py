@@ -127,6 +127,8 @@ def read_foreign(path: Path, format_name: str | None = None) -> Foreign:
             foreign = functions.read(source, files)
             break
     else:
+        if name is None and (path / "record.json").is_file():
+            raise ForeignFormat(f"{path} is a record already: areal-debug record show {path}")
         raise ForeignFormat(
             f"{path} has no files of {name}"
             if name

@@ -57,12 +57,8 @@ def verl_row(row: Mapping[str, Any], where: str) -> Sample:
 
 def read_roll(file: Path, notes: list[str]) -> list[Sample]:
     """Read objects with a list per column. Raises ForeignFormat."""
-    return [sample for line in json_lines(file) for sample in roll_rows(line.row)]
-
-
-def roll_rows(columns: Mapping[str, Any]) -> list[Sample]:
-    rows = zip(*(columns[name] for name in ROLL), strict=True)
     return [
         Sample(tokens=None, reward=number_or_none(score), group=prompt, text=(prompt, response))
-        for prompt, response, score in rows
+        for line in json_lines(file)
+        for prompt, response, score in zip(*(line.row[name] for name in ROLL), strict=True)
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.telemetry.loggers import read_stats
+from areal_debug.doctor.read import read_run
 from recorder import open_record
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,9 @@ def test_demo_trains_records_and_replays_to_the_same_bits(areal_debug, tmp_path)
     assert open_record(tmp_path / "demo" / "record").steps == tuple(range(6))
     (stats,) = (tmp_path / "demo").glob("runs/logs/*/demo/grpo/stats.jsonl")
     rewards = [line["ppo_actor/task_reward/avg"] for line in read_stats(stats)]
+    log = tmp_path / "demo" / "logs" / "grpo" / "trainer.log"
+    assert {line.split(" ")[0] for line in log.read_text().splitlines()} == {"demo/grpo:", "step"}
+    assert read_run(log).series["reward"].values.tolist() == [round(reward, 3) for reward in rewards]
     # SFT leaves it right sometimes, and GRPO improves on that.
     assert 0.1 < sum(rewards[:3]) / 3 < sum(rewards[-3:]) / 3
 

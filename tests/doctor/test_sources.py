@@ -194,7 +194,7 @@ def test_steps_that_begin_again_in_each_epoch_are_counted_on(tmp_path):
 def test_a_run_that_died_before_its_first_step_is_told_with_its_last_error(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "rank0.log").write_text("loading\nTraceback:\n  File 1\nValueError: no chat template\n")
-    with pytest.raises(UnreadableRun, match=r"before its first step\. Last error: ValueError: no chat"):
+    with pytest.raises(UnreadableRun, match=r"first step, or prints none\. Last error: ValueError: no chat"):
         read_run(tmp_path)
 
 

@@ -43,7 +43,7 @@ def f32(*values):
 # Two prompts with two samples each; the second sample of the first prompt has a token of a tool.
 KNOWN = [
     Known(0, [5, 6], [7, 8, 9], [1, 1, 1], f32(-0.1, -0.2, -0.3), 1.0, 0.5, text=("ab", "cde")),
-    Known(0, [5, 6], [10, 11], [1, 0], f32(-1.5, -2.5), 0.0, -0.5, 1, text=("ab", "fg")),
+    Known(0, [5, 6], [10, 11], [1, 0], f32(0, -2.5), 0.0, -0.5, 1, text=("ab", "fg")),
     Known(1, [12, 13, 14], [15], [1], f32(-0.7), 1.0, 0.0, text=("hij", "k")),
     Known(
         1, [12, 13, 14], [16, 17, 18, 19], [1, 1, 1, 1], f32(-3, -4, -5, -6), 1.0, 0.0, text=("hij", "lmno")

@@ -12,7 +12,7 @@ import torch
 
 from recorder import open_record, verify
 from recorder.errors import ForeignFormat, StepNotRecorded
-from recorder.tables.formats import export_record
+from recorder.tables.formats import export_record, layout_of_steps, read_rows
 from recorder.testing import write_scripted_record
 from recorder.trainers.importing import import_record
 from tests.command_line import invoke, printed
@@ -76,7 +76,8 @@ def test_every_format_is_found_and_gives_the_known_samples(case, tmp_path):
     record = open_record(tmp_path / "record")
     step = record.steps[-1]
     rows = rows_of(record, step)
-    assert len(rows) == len(KNOWN)
+    exported = read_rows(record, [step], layout_of_steps(record, [step]))
+    assert [row["logprobs"][row["prompt_len"] :] for row in exported] == [one.logprobs for one in KNOWN]
     for number, (row, one) in enumerate(zip(rows, KNOWN, strict=True)):
         has_mask = "no-mask" not in has or 0 not in one.mask
         expected = (has & {"reward", "groups", "finish", "versions"}) | ({"mask"} if has_mask else set())

@@ -1,5 +1,5 @@
 """Read the metrics that frameworks print: verl, SkyRL, slime, miles, OpenRLHF, TRL, prime-rl,
-NeMo-RL and AReaL.
+NeMo-RL and AReaL, and our own lines.
 
 A line names a step, has pairs of a name and a number, or both; pairs belong to the step named last.
 TRL and Transformers print no step: there a name that comes again begins the next one, at the step of
@@ -34,6 +34,7 @@ FIELD = re.compile(r"([A-Za-z][\w ./()-]{0,60}?):?\s+(" + NUMBER + r")\s*(%?)(?:
 BULLET = re.compile(r"\s*[•*]\s+([A-Za-z][\w ./()-]{0,60}):\s+(" + NUMBER + r")(?=[\s(%]|$)\s*(%?)")
 PLAIN = re.compile(r"\s*([A-Za-z][\w ./()-]{0,60}?)\s*[:=]\s*(" + NUMBER + r")\s*(%?)\s*$")
 CELLS = re.compile(r"[|│┃\t]|,(?= )|\.(?= [A-Z])")
+WIDE = re.compile(r"(?<=\w )" + NUMBER + r"\s{2,}[A-Za-z]")  # of `reward 0.4  loss 0.1`
 COLUMNS = re.compile(r"\t|\s*[|│┃]\s*")
 # `epoch: 5  loss: 0.2`, where one of the names is a metric's
 SPACED = re.compile(r"([A-Za-z_][\w./@-]{0,150})\s*[:=]\s*(" + NUMBER + r")(?=[\s;]|$)")
@@ -73,6 +74,8 @@ def rows_of(lines: Iterable[str]) -> Iterator[Row]:
         elif header and len(cells) == len(header) and all(map(BARE.fullmatch, cells)):
             yield {name: cell for name, cell in zip(header, cells, strict=True) if cell != "No Log"}
             continue
+        if WIDE.search(line):
+            line = re.sub(r"\s{2,}", " | ", line)
         named = [int(first or second) for first, second in STEP.findall(line)]
         if named:
             if (found := EPOCH.search(line)) and int(found[1]) > epoch:

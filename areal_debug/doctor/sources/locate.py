@@ -90,12 +90,13 @@ def find_source(path: Path, run: str | None = None) -> tuple[Source, tuple[str, 
 
 
 def ended(folder: Path) -> str:
-    """Return that a run ended before its first step, with the last error of its log."""
+    """Return that a folder has a log without numbers by step, with the last error of the log."""
     logs = [file for file, kind in files_below(folder) if kind.read is console_log.read_console]
     lines = [line.strip() for file in sorted(logs, key=modified_ns) for line in head_lines(file)]
     error = next((line[:300] for line in reversed(lines) if ERROR.match(line)), "none: read the log")
-    why = f"{folder} has a log and no metrics: the run ended before its first step. Last error: {error}."
-    return why + f" areal-debug hang diagnose {folder} explains the end of a job" if logs else ""
+    why = f"{folder} has a log without numbers by step: the run ended before its first step, or prints none."
+    where = f"areal-debug hang diagnose {folder} explains the end of a job"
+    return f"{why} Last error: {error}. {where}" if logs else ""
 
 
 def named(sources: Sequence[Source], run: str) -> list[Source]:
