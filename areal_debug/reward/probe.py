@@ -99,7 +99,7 @@ class Caller:
                 continue
             results += [(q, t, outcome_of(call)) for q, t, call in running]
             running = []
-            late = sum(is_late(outcome) for _, _, outcome in results)
+            late = sum(str(outcome).startswith("did not return within") for *_, outcome in results)
         return results + [(q, t, outcome_of(call)) for q, t, call in running]
 
     def submit(self, question: Question, text: str) -> "Future[float]":
@@ -115,11 +115,6 @@ def outcome_of(call: "Future[float]") -> float | str:
         return call.result()
     except RewardError as error:
         return str(error).partition(" ")[2].splitlines()[0]
-
-
-def is_late(outcome: float | str) -> bool:
-    """Return whether a call ran out of time."""
-    return isinstance(outcome, str) and outcome.startswith("did not return within")
 
 
 @dataclass(frozen=True)
@@ -173,7 +168,7 @@ def judge(caller: Caller, function: str, data: str, questions: Sequence[Question
     scale = measure_scale(caller, [q for q in questions if q.gold is not None], golds)
     setting = Setting(scale.formats[:MOST_FORMATS] or tuple(FORMATS)[:MOST_FORMATS], golds)
     findings = [try_kind(caller, kind, questions, setting, scale) for kind in KINDS]
-    findings.append(try_orders(caller, questions, setting, scale))
+    findings += [try_formats(scale), try_orders(caller, questions, setting, scale)]
     findings.append(try_hostile(caller, questions[0], setting, scale))
     findings.append(try_repeats(caller, questions, setting))
     findings = [finding for finding in findings if finding.tried]
@@ -215,7 +210,6 @@ def try_kind(
 
 
 def finding_of(name: str, expected: str, outcomes: Outcomes, scale: Scale) -> Finding:
-    """Judge the rewards of one kind of answers."""
     rewards = [(text, outcome) for _, text, outcome in outcomes if isinstance(outcome, float)]
     failures = [(text, outcome) for _, text, outcome in outcomes if isinstance(outcome, str)]
     paid = [text for text, reward in rewards if scale.share(reward) > PAID + ROUNDING]
@@ -251,10 +245,7 @@ def try_orders(caller: Caller, questions: Sequence[Question], setting: Setting, 
         shares = [scale.share(o) if isinstance(o, float) else 0.0 for *_, o in outcomes]
         paid.append([share > PAID + ROUNDING for share in shares])
     both = [pair[0] for (_, pair), *sides in zip(pairs, *paid, strict=False) if all(sides)]
-    return Finding(
-        "right and wrong, in either order", "wrong", len(pairs), len(both), 0, 0, None,
-        "pays" if both else "ok", min(both, key=len, default=""),
-    )  # fmt: skip
+    return counted("right and wrong, in either order", "wrong", len(pairs), both, "pays")
 
 
 def try_hostile(caller: Caller, question: Question, setting: Setting, scale: Scale) -> Finding:
@@ -272,10 +263,21 @@ def try_repeats(caller: Caller, questions: Sequence[Question], setting: Setting)
         for trials in zip(*outcomes, strict=False)
         if len({outcome for *_, outcome in trials if isinstance(outcome, float)}) > 1
     ]
-    return Finding(
-        "the same answer, three times", "equal", len(calls), len(differ), 0, 0, None,
-        "pays more" if differ else "ok", differ[0] if differ else "",
-    )  # fmt: skip
+    return counted("the same answer, three times", "equal", len(calls), differ, "pays more")
+
+
+def try_formats(scale: Scale) -> Finding:
+    """Compare wrong answers over formats: none may add more than a right answer does."""
+    shares = {name: scale.share(reward) for name, reward in scale.wrong.items() if scale.formats}
+    lowest = min(shares.values(), default=0.0)
+    paid = [name for name, share in shares.items() if share - lowest > 1 + ROUNDING]
+    return counted("format of a wrong answer", "wrong", len(shares), paid, "pays")
+
+
+def counted(kind: str, expected: str, tried: int, texts: Sequence[str], verdict: str) -> Finding:
+    """Return a finding of which each text is a problem."""
+    example = min(texts, key=len, default="")
+    return Finding(kind, expected, tried, len(texts), 0, 0, None, verdict if texts else "ok", example)
 
 
 def verdict_of(scale: Scale, golds: tuple[str, ...], findings: Sequence[Finding]) -> tuple[str, str]:

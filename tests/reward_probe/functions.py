@@ -39,11 +39,6 @@ def contains_answer(text, prompt, gold):
 
 
 @of_text
-def any_number_matches(text, prompt, gold):
-    return gold in re.findall(r"-?\d+", text)
-
-
-@of_text
 def answer_starts_with(text, prompt, gold):
     return after_hashes(text).startswith(gold)
 
@@ -68,6 +63,11 @@ def wide_tolerance(text, prompt, gold):
 @of_text
 def pays_format(text, prompt, gold):
     return "####" in text
+
+
+@of_text
+def pays_format_most(text, prompt, gold):
+    return 0.2 * (last_number(text) == gold) + 0.8 * ("<answer>" in text)
 
 
 @of_text
