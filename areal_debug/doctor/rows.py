@@ -36,7 +36,7 @@ USED = ("rewards", "finish_reason", "loss_mask", "prompt_id", "versions", "logpr
 def is_record(path: Path) -> bool:
     if path.is_file():
         return zipfile.is_zipfile(path)
-    marks = (RECORD_FILE, "zarr.json")
+    marks = (RECORD_FILE, "zarr.json", f"{STEPS_FOLDER}/zarr.json")  # the last: the rest of an archive
     return any((path / mark).is_file() for mark in marks) or any(path.glob(f"{STEPS_FOLDER}/*/{STEP_FILE}"))
 
 
