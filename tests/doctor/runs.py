@@ -30,6 +30,10 @@ OURS = {
     "failed": "rollout/failed",
     "accepted": "rollout/accepted",
     "explained_variance": "ppo_critic/explained_variance",
+    "failed_share": "ppo_actor/episode_failed/avg",
+    "prompts_cut": "prompt_length/clip_ratio",
+    "tool_failures": "tools/failure_frequency",
+    "tool_calls": "tool_call_counts/mean",
 }
 
 
@@ -62,6 +66,10 @@ def healthy(seed: int = 0, steps: int = STEPS) -> dict[str, np.ndarray]:
         "failed": np.zeros(steps),
         "accepted": np.arange(1.0, steps + 1) * 32,
         "explained_variance": np.clip(scattered(0.2 + 0.6 * x, 0.05), -1, 1),
+        "failed_share": np.abs(scattered(0.01, 0.005)),
+        "prompts_cut": np.zeros(steps),
+        "tool_failures": np.abs(scattered(0.3 - 0.2 * x, 0.02)),
+        "tool_calls": scattered(3.0, 0.1),
     }
 
 
@@ -109,9 +117,10 @@ def around(level, size: float = 0.05, seed: int = 5) -> np.ndarray:
     return level + size * np.random.default_rng(seed).normal(size=STEPS)
 
 
+LEARNS_NOTHING = {"reward": lambda r: around(0.3), "eval_reward": lambda r: around(0.3, seed=6)}
 # The expected alarm, and the problem.
 TROUBLES = {
-    "flat reward": ("D01", changed(reward=lambda r: around(0.3), eval_reward=lambda r: around(0.3, seed=6))),
+    "flat reward": ("D01", changed(**LEARNS_NOTHING)),
     "falling reward": (
         "D01",
         changed(reward=lambda r: around(ramp(0.6, 0.2, 0.0)), eval_reward=lambda r: around(0.3, seed=6)),
@@ -145,16 +154,19 @@ TROUBLES = {
     "truncation": ("D20", changed(no_eos=lambda r: around(ramp(0.01, 0.3), 0.01))),
     "length": (
         "D21",
-        changed(
-            reward=lambda r: around(0.3),
-            eval_reward=lambda r: around(0.3, seed=6),
-            length=lambda r: around(ramp(300, 900, 0.0), 20),
-        ),
+        changed(**LEARNS_NOTHING, length=lambda r: around(ramp(300, 900, 0.0), 20)),
     ),
     "old samples": ("D23", changed(staleness=lambda r: around(ramp(1, 6, 0.0), 0.2))),
     "stale engine": ("D24", changed(logprob_difference=lambda r: around(ramp(0.011, 0.036, 0.3), 0.0005))),
     "few effective samples": ("D25", changed(effective_samples=lambda r: around(0.3, 0.02))),
     "filtering": ("D26", changed(filtered=lambda r: around(ramp(0.01, 0.3), 0.01))),
     "failures": ("D27", changed(failed=lambda r: np.arange(STEPS) * 4.0)),
+    "cut prompts": ("D52", changed(prompts_cut=lambda r: around(0.2, 0.01))),
+    "aborted episodes": ("D53", changed(failed_share=lambda r: around(ramp(0.01, 0.2), 0.01))),
+    "failing tools": ("D54", changed(tool_failures=lambda r: around(ramp(0.1, 0.7), 0.02))),
+    "no tools": (
+        "D55",
+        changed(**LEARNS_NOTHING, tool_calls=lambda r: around(ramp(3.0, 0.1), 0.02)),
+    ),
     "critic": ("D28", changed(explained_variance=lambda r: around(-0.3))),
 }

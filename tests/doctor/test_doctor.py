@@ -16,7 +16,9 @@ from .runs import STEPS, TROUBLES, diagnosed, healthy, said, write_stats
 
 LONG = pytest.mark.long
 # Further alarms of a run whose reward does not rise, and of one that peaked.
-CONSEQUENCES = defaultdict(tuple, D01=("D16",), D16=("D01",), D21=("D01", "D16"), D04=("D01", "D16"))
+CONSEQUENCES = defaultdict(
+    tuple, D01=("D16",), D16=("D01",), D21=("D01", "D16"), D04=("D01", "D16"), D55=("D01", "D16")
+)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=LONG) for n in range(2, 20))])

@@ -28,13 +28,9 @@ def pair(margin: float) -> dict[str, float]:
     return {"loss": math.log(1 + math.exp(-margin)), "accuracy": float(margin > 0), "margin": margin}
 
 
-def read(folder):
-    settings = read_settings(folder)
-    return settings, read_models(folder, settings, (), 0.0)
-
-
 def report_of(folder):
-    return make_report("e/t", *read(folder))
+    settings = read_settings(folder)
+    return make_report("e/t", settings, read_models(folder, settings, (), 0.0))
 
 
 def test_a_loss_is_a_mean_over_tokens(tmp_path):

@@ -16,19 +16,12 @@ def compare(*arguments) -> tuple[int, str]:
     return done.exit_code, " ".join(done.output.split())
 
 
-@pytest.fixture
-def before(tmp_path):
-    rewards = [RIGHT] * 9 + [WRONG] * 3
-    return write_results(tmp_path / "before-eval" / "evaluation", {"m": rewards}, n_samples=1).parent
-
-
-@pytest.fixture
-def worse(tmp_path):
-    rewards = [WRONG] * 8 + [RIGHT] * 2 + [WRONG] * 2
-    return write_results(tmp_path / "after-eval" / "evaluation", {"n": rewards}, n_samples=1).parent
-
-
-def test_a_worse_evaluation_is_found_with_the_prompts_that_changed(before, worse):
+def test_a_worse_evaluation_is_found_with_the_prompts_that_changed(tmp_path):
+    rewards = {"before": [RIGHT] * 9 + [WRONG] * 3, "after": [WRONG] * 8 + [RIGHT] * 2 + [WRONG] * 2}
+    before, worse = (
+        write_results(tmp_path / f"{name}-eval" / "evaluation", {name: of}, n_samples=1).parent
+        for name, of in rewards.items()
+    )
     code, out = compare(before, worse, "--json")
     assert code == 1
     report = json.loads(out)

@@ -47,13 +47,9 @@ def test_a_signal_ends_the_loop_by_an_exception_and_is_reported(config, capsys, 
     config.recover.mode, config.recover.freq_steps = "auto", 10
     with pytest.raises(SystemExit):
         run()
-    assert (
-        capsys.readouterr()
-        .out.splitlines()[-1]
-        .endswith(
-            "; no checkpoint was written yet: the next was due after step 9. To save more often: recover.freq_steps=1"
-        )
-    )
+    last = capsys.readouterr().out.splitlines()[-1]
+    due = "no checkpoint was written yet: the next was due after step 9"
+    assert last.endswith(f"; {due}. To save more often: recover.freq_steps=1")
 
 
 def test_a_second_signal_ends_the_process_at_once(config):
