@@ -33,5 +33,5 @@ def test_what_is_recorded_of_an_imported_batch_replays_bit_by_bit(tiny_model, tm
         tiny_model,
     )
     message = call("replay", tmp_path / "a", "--output", tmp_path / "b", code=2)
-    assert "Nothing to compare: 2 steps were trained on recorded rollouts." in message
+    assert "Nothing to compare: 2 steps trained on recorded rollouts." in message
     assert "Bit-identical: 2 of 2 steps" in call("replay", tmp_path / "b")
