@@ -126,11 +126,8 @@ def curves(checked: Checked) -> Iterator[Block]:
             ends = f"{first} to {last}; {min(sizes):.2g} to {max(sizes):.2g}"
             caption = f"mean |D| by {label}; largest {format_number(max(sizes))}"
             pictures.append(Picture(bars(sizes, first, last), caption))
-            lines += (
-                [Row(f"|D| by {label.partition(',')[0]}", f"{sparkline(sizes)}  {ends}")]
-                if is_printed
-                else []
-            )
+            if is_printed:
+                lines.append(Row(f"|D| by {label.partition(',')[0]}", f"{sparkline(sizes)}  {ends}"))
     yield Facts(lines, "Where they differ (D = trainer - engine, in nats)")
     yield from pictures
 

@@ -42,7 +42,8 @@ AREAS = (
 RULES: tuple[Callable[[Run], Alarm | None], ...] = tuple(rule for area in AREAS for rule in area.RULES)
 
 ONSET_SHARE = 0.1  # of the run: how exact onsets are
-FLAT = {findings()[id]["titles"]["flat"] for id in ("D01", "D06")}  # titles without an onset
+UNBENT_SHARE = 0.5  # of the run: what has no bend has no exact onset
+FLAT = {row["titles"][name] for row in findings().values() for name in row.get("no_onset", ())}
 EXIT_CODES = {"problem": 1, "healthy": 0, "unknown": 2}  # of a verdict
 
 
@@ -87,7 +88,9 @@ def causes_first(alarms: Sequence[Alarm], num_steps: int, logged: Mapping[str, S
     left = sorted(alarms, key=lambda alarm: (alarm.severity != "error", alarm.onset or 0))
 
     def follows(effect: Alarm) -> bool:
-        latest = (effect.onset or 0) + (ONSET_SHARE if effect.title not in FLAT else 1) * num_steps
+        begins = logged.get(effect.metric, NOTHING).steps[:1]
+        share = 1 if effect.title in FLAT else UNBENT_SHARE if effect.onset in begins else ONSET_SHARE
+        latest = (effect.onset or 0) + share * num_steps
         causes = (cause for cause in left if effect.id in findings()[cause.id].get("leads_to", ()))
         return any((cause.onset or 0) - apart(cause) <= latest for cause in causes)
 

@@ -34,7 +34,8 @@ def onset(series: Series, worse: Worse, in_ratios: bool = False) -> int:
         return first
     values = kept.values
     if in_ratios:
-        usual = float(np.median(np.abs(values[values != 0.0]))) if values.any() else 0.0
+        sizes = np.abs(values[values != 0.0])
+        usual = min(np.median(sizes), np.median(sizes[: series.window])) if len(sizes) else 0.0
         values = np.log(np.maximum(np.abs(values), 0.05 * usual + 1e-12))
     if worse == "down":
         values = -values

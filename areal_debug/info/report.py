@@ -17,12 +17,17 @@ def report_of(info: Info) -> Report:
         Row("installed", installed),
         Row("absent", absent or "none"),
     ]
+    engines = info.reachable.engines.items()
+    schedulers = [Row(name, how or "not found") for name, how in info.reachable.schedulers.items()]
     verdict, _, sentence = info.verdict.partition(": ")
     blocks = [
         Facts(rows_of("problem", info.problems, "bad")),
         Facts(rows, "Versions"),
         Facts(rows_of_machine(info.machine), "Machine"),
-        Facts(rows_of_reachable(info), "Engines and schedulers"),
+        Facts(
+            [Row(name, found or "not installed") for name, found in engines] + schedulers,
+            "Engines and schedulers",
+        ),
         Facts(rows_of_permissions(info), "Permissions"),
         Facts(rows_of_verbs(info), "Verbs"),
     ]
@@ -44,13 +49,6 @@ def rows_of_machine(machine: Machine) -> list[Row]:
         Row("memory", format_bytes(machine.memory_bytes) + limited),
         *rows_of("disk", disks),
         *rows_of("variable", [f"{name}={value}" for name, value in machine.variables.items()]),
-    ]
-
-
-def rows_of_reachable(info: Info) -> list[Row]:
-    return [
-        *(Row(name, version or "not installed") for name, version in info.reachable.engines.items()),
-        *(Row(name, how or "not found") for name, how in info.reachable.schedulers.items()),
     ]
 
 

@@ -109,13 +109,9 @@ async def follow(
             while len(streams) < 2:
                 await anyio.sleep(0.001)
         tasks.cancel_scope.cancel()
-    return outcome_of(code, streams, None if written is None else text_of_page(written))
-
-
-def text_of_page(written: Path) -> str:
-    """Return the page that was written, a file or the first one of a folder; empty if none was."""
-    file = written / "index.html" if written.is_dir() else written
-    return file.read_text(errors="replace") if file.is_file() else ""
+    file = written / "index.html" if written is not None and written.is_dir() else written
+    page = file.read_text(errors="replace") if file is not None and file.is_file() else ""
+    return outcome_of(code, streams, None if written is None else page)
 
 
 async def read_stream(stream: ByteReceiveStream, name: str, found: dict[str, bytes]) -> None:

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -78,12 +77,6 @@ def write_csv(answer: "Answer", out: IO[str]) -> None:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(map(csv_cell, answer.names))
     writer.writerows(map(csv_cell, row) for row in answer.rows())
-
-
-def print_rows_as_json(answer: "Answer") -> None:
-    """Print a list of objects on standard output."""
-    for piece in json_list(answer):
-        sys.stdout.write(piece)
 
 
 def json_lines(answer: "Answer") -> Iterator[str]:

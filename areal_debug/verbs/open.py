@@ -240,7 +240,9 @@ def write_view(
     step: int = -1 if is_folder else document_of(recorded)["opens"]["step"]  # a folder has all
     if contents.other and not asked.all_steps:
         contents.other.step(step + contents.shift)  # raises if it is not recorded
-    output = output or Path(default_name(record, other, asked, step))
+    compared = f"-and-{other.absolute().name}" if other else ""
+    ending = "pages" if asked.all_steps else f"step{step}.html"
+    output = output or Path(f"{record.absolute().name}{compared}-{ending}")
     refuse_existing(output, force)
     present = {path.name for path in output.iterdir()} if is_folder and output.is_dir() else set()
     if present - {"index.html", "steps"}:  # not empty, and no page that this verb wrote
@@ -267,12 +269,6 @@ def write_view(
         console().print(styled("{} ({}): open it in a browser", page, format_bytes(size_bytes)))
     sides = [contents.record, *([contents.other] if contents.other else [])]
     end_if_damaged((*left_out, *(problem for side in sides for problem in side.damage.found)))
-
-
-def default_name(record: Path, other: Path | None, asked: Asked, step: int) -> str:
-    name = record.absolute().name
-    compared = f"-and-{other.absolute().name}" if other else ""
-    return f"{name}{compared}-pages" if asked.all_steps else f"{name}{compared}-step{step}.html"
 
 
 def open_contents(record: Path, asked: Asked) -> "Contents":

@@ -92,7 +92,7 @@ def ask(
     shown = render.SHOWN if limit is None else limit
     answer = database.query(sql, shown + 1 if prints_table else limit)
     if as_json:
-        render.print_rows_as_json(answer)
+        sys.stdout.writelines(render.json_list(answer))
     else:
         show(answer, shown, as_csv, output)
     end_if_damaged(damage.found)

@@ -3,7 +3,7 @@
 import importlib
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -19,10 +19,6 @@ from areal_debug.confined import CPU_S, describes_limits, reads_untrusted
 from areal_debug.render import announce, end_if_damaged
 from areal_debug.report.model import Report
 from areal_debug.report.terminal import print_answer
-
-if TYPE_CHECKING:
-    from recorder.tables.formats import Exported
-    from recorder.trainers.importing import Imported
 
 FORMATS = ("jsonl", "parquet", "pt", "slime", "hf")
 OF_TORCH = ("pt", "slime")
@@ -70,7 +66,10 @@ def import_record(
     announce(f"importing {source}")
     imported = write_record(source, destination, format_name, options, model, force)
     document = asdict(imported) | {"record": str(destination)}
-    print_answer(document, report_of_import(imported, destination), as_json)
+    size = f"{imported.num_samples} samples, {imported.num_tokens:,} tokens, in {destination}"
+    notes = ["not carried by the format, or assumed:", *(f"  {note}" for note in imported.notes)]
+    report = Report(f"{len(imported.steps)} steps of {imported.format}", size, "", notes)
+    print_answer(document, report, as_json)
 
 
 def resolve_config(
@@ -84,12 +83,6 @@ def resolve_config(
     overrides = [*settings, *([f"actor.path={model}"] if model else [])]
     resolved, _ = load_expr_config(["--config", str(config), *overrides], GRPOConfig)
     return config_to_dict(resolved)
-
-
-def report_of_import(imported: "Imported", destination: Path) -> Report:
-    size = f"{imported.num_samples} samples, {imported.num_tokens:,} tokens, in {destination}"
-    notes = ["not carried by the format, or assumed:", *(f"  {note}" for note in imported.notes)]
-    return Report(f"{len(imported.steps)} steps of {imported.format}", size, "", notes)
 
 
 @click.command(
@@ -148,11 +141,8 @@ def export_confined(
 
     announce(f"exporting {record} as {format_name}")
     exported = export_record(record, format_name, destination, step, force, images, skip_damaged)
-    print_answer(asdict(exported), report_of_export(exported, format_name), as_json)
-    end_if_damaged(exported.left_out)
-
-
-def report_of_export(exported: "Exported", format_name: str) -> Report:
     more = f" and {len(exported.files) - 1} more files" if len(exported.files) > 1 else ""
     written = f"{len(exported.steps)} steps in {exported.files[0]}{more}"
-    return Report(written, "", "", notes=[f"not carried by {format_name}: {'; '.join(exported.lost)}"])
+    lost = f"not carried by {format_name}: {'; '.join(exported.lost)}"
+    print_answer(asdict(exported), Report(written, "", "", notes=[lost]), as_json)
+    end_if_damaged(exported.left_out)

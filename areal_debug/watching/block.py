@@ -86,7 +86,8 @@ class watch(ContextDecorator):
         self.timeout_s, self.then, self.modules = timeout_s, then, modules
         self.environment = declared_environment(rank, world_size)
         self.rank = int(self.environment["RANK"])
-        self.name = name_of_rank(self.environment)
+        role = identify(dict(self.environment), command_line()).role
+        self.name = f"{'' if role == 'trainer' else role + '_'}rank_{self.rank}"
         self.check = FiniteCheck(self.report, then == "end") if nonfinite else None
         self.num_steps = 0
         self.is_numbered = False  # by the user, with `step`
@@ -249,11 +250,6 @@ def _distributed_rank() -> tuple[int, int] | None:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     return distributed.get_rank(), distributed.get_world_size()
-
-
-def name_of_rank(environment: Mapping[str, str]) -> str:
-    role = identify(dict(environment), command_line()).role
-    return f"{'' if role == 'trainer' else role + '_'}rank_{environment['RANK']}"
 
 
 def command_line() -> tuple[str, ...]:

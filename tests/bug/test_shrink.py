@@ -21,16 +21,12 @@ def rows_of(num_rows, num_tokens):
     return tuple(Row(0, row, f"0.{row}", tuple(range(num_tokens))) for row in range(num_rows))
 
 
-def shrinker_of(rows, occurs):
-    seen = []
-    return Shrinker(rows, occurs, seen.append), seen
-
-
 def test_rows_then_tokens_are_removed_and_the_first_token_stays():
     def occurs(rows):
         return any(row.row == 5 and 7 in row.tokens for row in rows)
 
-    shrinker, seen = shrinker_of(rows_of(16, 12), occurs)
+    seen = []
+    shrinker = Shrinker(rows_of(16, 12), occurs, seen.append)
     assert shrinker.shrink() == (Row(0, 5, "0.5", (0, 7)),)
     assert shrinker.is_minimal
     assert [len(rows) for rows in seen[:4]] == [8, 4, 2, 1]

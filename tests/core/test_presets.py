@@ -67,10 +67,6 @@ def group_mean(r, groups):
     return np.array([r[groups == group].mean() for group in groups])
 
 
-def group_std(r, groups):
-    return np.array([r[groups == group].std(ddof=1) if (groups == group).sum() > 1 else 0 for group in groups])  # fmt: skip
-
-
 def others_mean(r, groups):
     """Mean of the other samples of the prompt; of the sample itself if it is the only one."""
     means = []
@@ -81,7 +77,7 @@ def others_mean(r, groups):
 
 
 def grpo(r, groups):
-    std = group_std(r, groups)
+    std = np.array([r[groups == group].std(ddof=1) if (groups == group).sum() > 1 else 0 for group in groups])
     return np.where(std > 0, (r - group_mean(r, groups)) / (std + EPS), 0.0)
 
 

@@ -55,9 +55,8 @@ def blocks(page: str = PAGE) -> Iterator[tuple[str, str, str]]:
         yield page[: found.start()].rstrip().rpartition("\n\n")[2], found.group(1), found.group(2)
 
 
-def quick_commands() -> list[str]:
-    """The commands that need no server and no run, each with what it prints in a comment."""
-    return [line for _, kind, text in blocks() if kind == "sh" for line in text.splitlines()]
+# the commands that need no server and no run, each with what it prints in a comment
+COMMANDS = [line for _, kind, text in blocks() if kind == "sh" for line in text.splitlines()]
 
 
 def commands() -> list[str]:
@@ -121,7 +120,7 @@ def test_the_guides_work_as_written(folder):
     follow(folder, " --backend embedded")
 
 
-@pytest.mark.parametrize(("command", "printed"), list(zip(quick_commands(), QUICK, strict=True)))
+@pytest.mark.parametrize(("command", "printed"), list(zip(COMMANDS, QUICK, strict=True)))
 def test_a_quick_recipe_prints_what_its_comment_says(folder, monkeypatch, command, printed):
     command, _, comment = command.partition("    # ")
     assert comment == printed

@@ -103,10 +103,6 @@ def ramp(begin: float, end: float, start: float = 0.5, steps: int = STEPS) -> np
     return begin + (end - begin) * np.clip((x - start) / (1 - start), 0, 1)
 
 
-def spiky(values: np.ndarray) -> np.ndarray:
-    return np.where(np.arange(len(values)) % 23 == 7, values * 30, values)
-
-
 def changed(**columns):
     """Return the healthy run with some columns recomputed from the healthy ones."""
     return lambda run: run | {name: make(run) for name, make in columns.items()}
@@ -142,7 +138,10 @@ TROUBLES = {
         "D16",
         changed(reward=lambda r: around(0.3), reference_kl=lambda r: around(ramp(0.01, 0.4, 0.0), 0.01)),
     ),
-    "gradient spikes": ("D17", changed(grad_norm=lambda r: spiky(r["grad_norm"]))),
+    "gradient spikes": (
+        "D17",
+        changed(grad_norm=lambda r: r["grad_norm"] * np.where(np.arange(STEPS) % 23 == 7, 30, 1)),
+    ),
     "gradient is no number": (
         "D17",
         changed(grad_norm=lambda r: np.where(ramp(0, 1) > 0.99, np.nan, r["grad_norm"])),

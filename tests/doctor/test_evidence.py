@@ -177,15 +177,24 @@ def test_a_cause_comes_before_a_flat_reward_and_may_begin_a_tenth_of_the_run_lat
 
 
 @pytest.mark.parametrize(
-    ("cause", "since", "every", "first"),
-    [("D03", 130, 25, "D03"), ("D03", 130, 1, "D22"), ("D03", 160, 25, "D22"), ("D21", 100, 1, "D22")],
+    ("cause", "since", "every", "first", "at"),
+    [
+        *(("D03", 130, 25, "D03", 100), ("D03", 130, 1, "D22", 100), ("D03", 160, 25, "D22", 100)),
+        *(("D21", 100, 1, "D22", 100), ("D03", 80, 1, "D03", 0), ("D03", 80, 1, "D22", 1)),
+    ],
 )
-def test_a_cause_may_begin_between_two_values_of_its_metric(cause, since, every, first):
-    """An evaluation every 25 steps shows a fall 25 steps late; longer answers do not make groups equal."""
-    series = Series("seen", every * np.arange(20), np.zeros(20))
-    effect = alarm("D22", Series("alike", np.arange(9), np.ones(9)), found="", variant="wrong", since=100)
+def test_a_cause_may_begin_between_two_values_of_its_metric(cause, since, every, first, at):
+    """An evaluation every 25 steps shows a fall 25 steps late; longer answers do not make groups equal.
+
+    What changes from the first step on has no bend that says when it began.
+    """
+    series, alike = (
+        Series("seen", every * np.arange(20), np.zeros(20)),
+        Series("alike", np.arange(9), np.ones(9)),
+    )
+    effect = alarm("D22", alike, found="", variant="wrong", since=at)
     found = alarm(cause, series, found="", title="falls" if cause == "D03" else "nothing", since=since)
-    assert next(causes_first([effect, found], 200, {"seen": series})).id == first
+    assert next(causes_first([effect, found], 200, {"seen": series, "alike": alike})).id == first
 
 
 def test_a_supervised_run_is_not_told_about_groups():

@@ -20,7 +20,7 @@ EARLY_STEPS = 3  # the start of a run whose reward rises within its first window
 LEAST_RISE, LEAST_HUMP = 0.4, 0.15  # of the reward's range
 SOLVED, HIGH = 0.95, 0.85
 BEYOND_THE_DRAW = 4.0  # standard errors: the best of all windows is chosen by its height
-CLEAR = 2.0  # times the scatter of a step
+CLEAR, OF_FEW = 2.0, 3.0  # times the scatter of a step; of fewer steps than are enough
 NOISY_SHARE = 0.15  # of the reward's range: 10 prompts a step that are right or wrong scatter so
 NOISY = 0.5  # scatter of a step, as a share of the run's gain
 
@@ -28,8 +28,10 @@ NOISY = 0.5  # scatter of a step, as a share of the run's gain
 def reward_does_not_rise(run: Run) -> Alarm | None:
     reward, stale = run.finite("reward"), run.finite("staleness").values.any()
     found = reward.trend
-    if found is None or len(reward.values) < ENOUGH_STEPS or found.rises or fall_from_the_peak(run):
+    if found is None or found.rises or fall_from_the_peak(run):
         return None  # D04
+    if is_lost_in_scatter(reward, -found.change if found.falls else 0.0):
+        return None
     if is_share(reward) and reward.last >= SOLVED:
         return None
     falls, is_young = found.falls, len(reward.values) < 2 * ENOUGH_STEPS
@@ -44,11 +46,17 @@ def reward_does_not_rise(run: Run) -> Alarm | None:
         "D01",
         reward,
         found=found.describe(len(reward.values)) if reached is None else how,
-        severity="error" if falls else "warning",
+        severity="error" if falls and len(reward.values) >= ENOUGH_STEPS else "warning",
         title="falls" if falls else "flat" if reached is None else "stopped",
         variant="" if stale or run.config.get("rollout.max_head_offpolicyness") else "synchronous",
         since=onset(reward, "down") if falls else reached or int(reward.steps[0]),
     )
+
+
+def is_lost_in_scatter(series: Series, change: float) -> bool:
+    """Return whether there are too few steps for a change that is not three times their scatter."""
+    scatter = series.trend.scatter if series.trend is not None else change
+    return len(series.values) < ENOUGH_STEPS and change <= OF_FEW * scatter
 
 
 def end_of_rise(reward: Series) -> int | None:

@@ -162,6 +162,7 @@ def critic_fails(run: Run) -> Alarm | None:
     """D28: the critic explains no more than a constant does, or its loss rises, even for a time."""
     explained, loss = run.finite("explained_variance"), run.finite("value_loss")
     series, exploded = loss, peak_of_loss(loss, explained)
+    lowest = float(medians_of(loss).min()) if len(loss.values) >= ENOUGH_STEPS else np.inf
     if explained.sustained(lambda value: value < 0):
         series, worse, title = explained, onset(explained, "down"), "worse_than_constant"
         found = f"explained variance {series.last:.3g}, below 0 is worse than a constant"
@@ -173,7 +174,7 @@ def critic_fails(run: Run) -> Alarm | None:
     elif len(explained.values) >= 2 * ENOUGH_STEPS and medians_of(explained).max() < LEAST_EXPLAINED:
         series, worse, title = explained, int(explained.steps[0]), "explains_nothing"
         found = f"explained variance never exceeds {LEAST_EXPLAINED:g} over a window; a constant has 0"
-    elif len(loss.values) >= ENOUGH_STEPS and rises_from_its_lowest(loss):
+    elif loss.first - lowest > 3 * loss.noise and loss.rose(1.5) and loss.last > 3 * lowest:
         worse, title = onset(loss, "up"), "diverges"
         found = f"it had fallen and rose again: {series.change}"
     elif not len(explained.values) and grows_to_the_end(loss, run.finite("reward")):
@@ -224,12 +225,6 @@ def peak_of_loss(loss: Series, explained: Series) -> tuple[int, float] | None:
 
 def medians_of(series: Series) -> npt.NDArray[np.float64]:
     return running_medians(series.values, min(series.window, len(series.values)))
-
-
-def rises_from_its_lowest(series: Series) -> bool:
-    medians = medians_of(series)
-    has_fallen = series.first - float(medians.min()) > 3 * series.noise
-    return has_fallen and series.rose(1.5) and series.last > 3 * float(medians.min())
 
 
 def policy_drifts_for_nothing(run: Run) -> Alarm | None:

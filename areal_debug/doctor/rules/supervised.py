@@ -10,8 +10,8 @@ import numpy as np
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import ENOUGH_STEPS
-from areal_debug.doctor.series import FEWEST_STEPS, Series, running_medians
+from areal_debug.doctor.rules.learning import ENOUGH_STEPS, is_lost_in_scatter
+from areal_debug.doctor.series import FEWEST_STEPS, Floats, Series, running_medians
 
 MEDIAN_OF = 3  # measurements of held-out rows
 # Share of the best held-out loss. The trend starts at the minimum, so significance is not enough.
@@ -29,7 +29,7 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
     """D06: the 95 % interval of the loss's trend includes 0, or its fall is next to nothing."""
     loss = run.finite("loss")
     found = loss.trend
-    if "reward" in run.series or found is None or len(loss.values) < ENOUGH_STEPS:
+    if "reward" in run.series or found is None or is_lost_in_scatter(loss, found.change):
         return None
     least = LEAST_FALL if found.falls else CLEAR_FALL  # single rows scatter by more than the fall
     if found.high < 0 and -found.change > least * abs(loss.first):
@@ -60,21 +60,24 @@ def loss_does_not_fall(run: Run) -> Alarm | None:
 
 
 def loss_explodes(run: Run) -> Alarm | None:
-    """D41: the loss rose to twice where it began, or fell and lost all of it, even for a time."""
+    """D41: the loss rose to twice where it began, or fell and lost it, all for a time or half to the end."""
     series = run.finite("loss")
-    if "reward" in run.series or len(series.values) < ENOUGH_STEPS:
+    if "reward" in run.series or len(series.values) < FEWEST_STEPS:
         return None
-    medians = running_medians(series.values, STEPS_OF_A_PEAK)
+    is_young = len(series.values) < ENOUGH_STEPS  # then each row counts
+    medians = running_medians(series.values, 1 if is_young else STEPS_OF_A_PEAK)
     start = float(np.median(series.values[:MEDIAN_OF]))
     had_fallen = start - np.minimum.accumulate(medians) > max(4 * series.deviation, LEAST_LEARNED * start)
     exploded = max(EXPLODED * start, start + 4 * series.noise)  # single rows scatter as much
     high = np.where(had_fallen | (medians >= exploded), medians, 0.0)
     highest = int(np.argmax(high))
-    if start <= 0 or high[highest] <= start:
+    exceeds = start > 0 and high[highest] > start and not is_young
+    if not exceeds and not (start > 0 and loses_half(series, medians, start)):
         return None
-    at, lowest = int(series.steps[highest]), int(np.argmin(medians[: highest + 1]))
-    explodes = medians[highest] >= exploded
-    limit = exploded if explodes else start
+    lowest = int(np.argmin(medians[: highest + 1] if exceeds else medians))
+    highest = highest if exceeds else lowest + int(np.argmax(medians[lowest:]))
+    at, explodes = int(series.steps[highest]), exceeds and medians[highest] >= exploded
+    limit = exploded if explodes else start if exceeds else (start + medians[lowest]) / 2
     beyond = int(series.steps[lowest + np.argmax(series.values[lowest:] > limit)])
     begins = min(beyond, onset(series.since(int(series.steps[lowest])), "up"))
     return alarm(
@@ -85,11 +88,24 @@ def loss_explodes(run: Run) -> Alarm | None:
             f"step {at}, {series.last:.4g} at the end"
         ),
         severity="error" if series.last > start else "warning",
-        title="explodes" if explodes else "back",
+        title="explodes" if explodes else "back" if exceeds else "lost",
         evidence=((beyond, float(series.values[np.searchsorted(series.steps, beyond)])), *series.tail(3)),
         since=begins,
         beyond=beyond,
     )
+
+
+def loses_half(series: Series, medians: Floats, start: float) -> bool:
+    """Return whether a loss ends above twice its lowest, and by half of what it had fallen.
+
+    Few rows must rise from the lowest to the end, in each of three or more.
+    """
+    lowest = int(np.argmin(medians))
+    least = max(EXPLODED * medians[lowest], (start + medians[lowest]) / 2)
+    if len(series.values) < ENOUGH_STEPS:
+        risen = series.values[lowest:]
+        return len(risen) > MEDIAN_OF and bool((np.diff(risen) > 0).all()) and risen[-1] > least
+    return series.sustained(lambda value: value > max(least, medians[lowest] + 4 * series.noise))
 
 
 def held_out_loss_rises(run: Run) -> Alarm | None:

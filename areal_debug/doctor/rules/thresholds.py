@@ -3,11 +3,13 @@
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from areal_debug.doctor.alarm import Alarm, alarm, findings
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import is_learning, rises
-from areal_debug.doctor.series import Series
+from areal_debug.doctor.series import FEWEST_STEPS, Series
 
 
 def is_beyond(row: dict[str, Any], limit: float | None, value: float) -> bool:
@@ -19,6 +21,17 @@ def is_beyond(row: dict[str, Any], limit: float | None, value: float) -> bool:
     if "at_most" in row:
         return value <= limit
     return value < limit if "below" in row else value > limit
+
+
+def is_near(row: dict[str, Any], run: Run) -> bool:
+    """Return whether the mean of the second half is below `near`: at chance level half of the steps are."""
+    values = run.finite(row["quantity"]).values
+    late = values[len(values) // 2 :]
+    return (
+        len(late) >= FEWEST_STEPS
+        and late.mean() <= row.get("near", -np.inf)
+        and not rises(run, row["quantity"])
+    )
 
 
 def beyond(id: str, run: Run) -> Alarm | None:
@@ -35,7 +48,7 @@ def beyond(id: str, run: Run) -> Alarm | None:
     has_risen = rose is not None and series.rose(rose["times"]) and series.last > rose["above"]
     is_beyond_limit = series.sustained(partial(is_beyond, row, limit)) or series.throughout(severe)
     if not (
-        is_beyond_limit or has_risen or ("fell" in row and series.fell(row["fell"]))
+        is_beyond_limit or has_risen or is_near(row, run) or ("fell" in row and series.fell(row["fell"]))
     ) or not run.series.keys() >= {*row["needs"]}:
         return None
     judged = series
