@@ -209,17 +209,12 @@ def rank_map(
         if s.rank is not None
     ]
     cells += [
-        RankVerdict(rank, part_of_absent(rank, status, blamed), status, None, status.replace("_", " "))
+        # one that nobody looked for plays no part
+        RankVerdict(rank, "culprit" if rank in blamed else part, status, None, status.replace("_", " "))
         for rank, status in case.missing.items()
+        for part in ["not_collected" if status == "not_collected" else "missing"]
     ]
     return tuple(sorted(cells, key=lambda cell: (isinstance(cell.rank, str), cell.rank)))
-
-
-def part_of_absent(rank: Rank, status: str, blamed: set[Rank]) -> str:
-    """Return the part of a rank without a dump; one that nobody looked for plays none."""
-    if rank in blamed:
-        return "culprit"
-    return "not_collected" if status == "not_collected" else "missing"
 
 
 def part_of(process: Process, blamed: set[Rank], waiting: set[str]) -> str:

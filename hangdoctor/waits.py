@@ -108,7 +108,8 @@ def wait_in_frames(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tupl
         (kind, operation), frame = found[0]
         if kind == "collective" and any(wait[0] == "store" for wait, _ in native):
             return "store", "communicator", frame
-        if operation == "shm_broadcast" and caller_of(python, frame) == "worker_busy_loop":
+        callers = (f.function for f in python[python.index(frame) :] if f.file != frame.file)
+        if operation == "shm_broadcast" and next(callers, "") == "worker_busy_loop":
             return "idle", ENGINE_LOOP, frame
         if kind in ("import", "load", "compile") and native and native[0][0][0] != "lock":
             return native[0][0][0], native[0][0][1], python[0] if python else frame
@@ -128,11 +129,6 @@ def wait_in_frames(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tupl
         (kind, operation), _ = next((n for n in native if n[0][0] in PEER_KINDS), native[0])
         return kind, operation, python[0] if python else native[0][1]
     return "running", "", python[0] if python else (frames[0] if frames else None)
-
-
-def caller_of(python: tuple[Frame, ...], frame: Frame) -> str:
-    outer = python[python.index(frame) :]
-    return next((f.function for f in outer if f.file != frame.file), "")
 
 
 def outermost_of_run(python: tuple[Frame, ...], first: Frame) -> tuple[tuple[str, str], Frame]:

@@ -132,11 +132,6 @@ def ranks_of_host(environment: dict[str, str]) -> range | None:
     return range(rank - local, rank - local + size)
 
 
-def spans_hosts(environment: dict[str, str]) -> bool:
-    names = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-    return any((_number(environment, name) or 1) > 1 for name in names)
-
-
 def _program(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words that name a program: its title, `-m module`, the file name of its script."""
     words = command[:1]
@@ -399,17 +394,13 @@ def _children(rank: Target, ranks: list[Target], table: dict[int, Process]) -> l
     below = [
         pid
         for pid in descendants([rank.pid], table)
-        if pid not in others and not others & set(_between(pid, rank.pid, table)) and pid != os.getpid()
+        for above in [ancestors(pid, table)]
+        if pid not in others and not others & set(above[: above.index(rank.pid)]) and pid != os.getpid()
     ]
     return [
         Target(f"{rank.name}_child_{index}", None, "child", table[pid], rank.name)
         for index, pid in enumerate(below[:MAX_CHILDREN])
     ]
-
-
-def _between(pid: int, top: int, table: dict[int, Process]) -> list[int]:
-    above = ancestors(pid, table)
-    return above[: above.index(top)]
 
 
 def _launcher(ranks: list[Target], table: dict[int, Process]) -> list[Target]:
@@ -439,4 +430,6 @@ def _ranks_of_this_host(environments: list[dict[str, str]], expected: set[int]) 
     known = [span for span in spans if span is not None]
     if known:
         return {rank for span in known for rank in span}
-    return set() if any(spans_hosts(environment) for environment in environments) else expected
+    nodes = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    is_larger = any((_number(one, name) or 1) > 1 for one in environments for name in nodes)
+    return set() if is_larger else expected

@@ -49,7 +49,9 @@ def collect_host(search: Search, folder: Path, options: Options) -> Manifest:
     """
     tool = pyspy.find_pyspy()
     job = find_job(search, process_table())
-    mask = _masker_of(job)
+    mask = masker()
+    for target in job.targets:  # a log may show the secrets of another process
+        mask.learn(secret_values(target.process.environment or {}))
     commands = {target.name: " ".join(mask.command(target.process.command)) for target in job.targets}
     outcomes: list[dict[str, Outcome]] = []
     times: list[float] = []
@@ -72,14 +74,6 @@ def collect_host(search: Search, folder: Path, options: Options) -> Manifest:
     manifest = _manifest(job, outcomes, commands, times, options.host, mask.count)
     write_manifest(folder, manifest)
     return manifest
-
-
-def _masker_of(job: Job) -> Masker:
-    """Return a masker that knows the secrets of every process: a log may show those of another."""
-    mask = masker()
-    for target in job.targets:
-        mask.learn(secret_values(target.process.environment or {}))
-    return mask
 
 
 def _keep_source(target: Target, folder: Path, mask: Masker) -> None:

@@ -145,11 +145,10 @@ def _executable(folder: Path, command: tuple[str, ...]) -> str:
 
 
 def _environment(folder: Path) -> dict[str, str] | None:
-    try:
+    with suppress(OSError):
         entries = _split_zero((folder / "environ").read_bytes())
-    except OSError:
-        return None
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+        return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    return None
 
 
 def _split_zero(raw: bytes) -> tuple[str, ...]:
@@ -169,11 +168,10 @@ def _whole_number(status: dict[str, str], key: str) -> int | None:
 
 
 def _wchan(pid: int) -> str | None:
-    try:
+    with suppress(OSError):
         name = (PROC / str(pid) / "wchan").read_text()
-    except OSError:
-        return None
-    return None if name in ("", "0") else name
+        return None if name in ("", "0") else name
+    return None
 
 
 NANOSECONDS = 1e-9

@@ -63,7 +63,8 @@ def endings_of(job: JobLog, world_size: int | None, timed_out: set[int]) -> Ende
         found.endings[rank] = Ending(rank, "timed_out", "its watchdog timed out")
     for rank, lines in job.written.items():
         if rank not in found.endings and (words := next(filter(ALONE.search, lines[-20:]), "")):
-            found.endings[rank] = Ending(rank, kind_of_line(words), words)
+            how = "lost_peer" if LOST_PEER.search(words) else "failed"
+            found.endings[rank] = Ending(rank, "killed" if KILLED_LINE.search(words) else how, words)
     for rank, (code, words) in job.exits.items():
         if rank not in found.endings and (how := how_ended(code, words, rank == job.first, bool(timed_out))):
             by = "; aborted, as NCCL's watchdog does after a time-out" if code in ABORTED else ""
@@ -113,13 +114,6 @@ def kind_of(failure: Failure) -> How | None:
         if TIMED_OUT.search(failure.error):
             return "timed_out"
     return "failed"
-
-
-def kind_of_line(words: str) -> How:
-    """Return how a rank ended that left one line and no traceback."""
-    if KILLED_LINE.search(words):
-        return "killed"
-    return "lost_peer" if LOST_PEER.search(words) else "failed"
 
 
 def how_ended(code: int | None, words: str, first: bool, watched: bool) -> How | None:

@@ -33,6 +33,10 @@ STACK_FRAME = re.compile(
 GDB_PYTHON = re.compile(
     r"Frame 0x[0-9a-f]+, for file (?P<file>[^,]+), line (?P<line>\d+), in (?P<function>[^ (]+)"
 )
+# Of /proc/PID/stack.
+KERNEL_FRAME = re.compile(
+    r"^\[<[0-9a-fx]+>\] \??\s*(?P<function>[\w.]+)\+0x[0-9a-f]+/0x[0-9a-f]+(?: \[\w+\])?$"
+)
 WATCHDOG_FRAME = re.compile(r"^#(?P<n>\d+) (?P<function>\S+) from (?P<file>[^ ]+):(?P<line>\d+)$")
 # No part of the name of a function: a line of a log may end like a frame.
 NO_C, NO_PYTHON = re.compile(r" NCCL (?:INFO|WARN) "), re.compile(r"[\s()]")
@@ -131,6 +135,8 @@ def tool_frame(line: str) -> Frame | None:
         )
     if line.startswith("#"):
         return numbered_frame(line)
+    if line.startswith("[<") and (match := KERNEL_FRAME.match(line)):
+        return Frame(match["function"], "kernel", 0, True)
     if line.endswith(")") and " (" in line and not line.startswith(("Thread ", "Process ", "Traceback ")):
         function, _, place = line[:-1].rpartition(" (")
         match = LINE_SUFFIX.match(place)

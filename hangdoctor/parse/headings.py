@@ -98,7 +98,7 @@ GDB_ROW = re.compile(
     r"^(?:\* )?(?P<number>\d{1,6}) +(?:Thread 0x[0-9a-f]+ )?\(?(?:LWP|process) (?P<id>\d{1,9})\)?"
     r'(?: "(?P<name>[^"]*)")? +(?P<frame>(?:0x[0-9a-f]+ in )?[\w~<][^()]* \(.*)$'
 )
-TRACEBACK = re.compile(r"^(?:\^C)?Traceback \(most recent call (?P<order>first|last)\):")
+TRACEBACK = re.compile(r"^(?:\^C|Original )?Traceback \(most recent call (?P<order>first|last)\):")
 # Written by people and by programs that format `sys._current_frames()`.
 OTHER_THREAD = re.compile(
     r"^(?:(?:stack|stacks|traceback) (?:of|for) )?thread(?: ?id)?[ :#]*(?P<rest>(?=[^ ])(?:.*\b(?:idle|active|running|MainThread)\b.*|"

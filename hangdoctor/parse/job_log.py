@@ -37,7 +37,7 @@ WRITER = re.compile(r"(?:\[(?:rank|default)\d+\]:|(?<!\d)\d{1,6}:)$")
 OF_RANK = re.compile(r"\brank[ _=:]*(\d{1,6})|\[default(\d{1,6})\]", re.I)
 LAUNCHER = message("job_log", "launcher")
 AGENT_FAILED = re.compile(r"failed \(exitcode: (-?\d{1,6})\) local_rank: (\d{1,6})\b")
-TRACEBACK = re.compile(r"^\s*(?:\^C)?Traceback \(most recent call last\):")
+TRACEBACK = re.compile(r"^\s*(?:\^C|Original )?Traceback \(most recent call last\):")
 TRACEBACK_FRAME = re.compile(
     r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d{1,9}), in (?P<function>\S.*?)\s*$'
 )
@@ -48,6 +48,7 @@ SPAWNED = re.compile(r"^-- Process (\d{1,6}) terminated with the following error
 ITSELF = re.compile(r"(?:between collectives on ranks\. Rank|communicator was aborted on rank) (\d{1,6})\b")
 IGNORED = re.compile(r"^Exception ignored in")
 FATAL = re.compile(r"^Fatal Python error: .*")
+UNCAUGHT = re.compile(r"^(?:Fatal Python error: |\S*RendezvousTimeoutError)")
 DUMP_LINE = re.compile(r'^\s*(?:$|(?:Current t|T)hread 0x|File "|<no Python frame>|\.\.\.)')
 THREAD = re.compile(r"^\s*(?:Current t|T)hread 0x")
 # torchelastic's report at the end of a run.
@@ -295,7 +296,7 @@ def read_tracebacks(job: JobLog, found: Attempt, writer: int | None, lines: list
 
     def close(error: str) -> None:
         nonlocal frames, chained, mixed
-        if (frames and not any(of_launcher(frame) for frame in frames)) or FATAL.match(error):
+        if (frames and not any(of_launcher(frame) for frame in frames)) or UNCAUGHT.match(error):
             unique = dict.fromkeys(reversed(frames or ()))
             said = ITSELF.search(error) if writer is None and spawned is None else None
             rank = int(said[1]) if said else writer if spawned is None else spawned
@@ -399,7 +400,7 @@ def read_messages(job: JobLog, lines: Lines) -> None:
         job.waited.add(int(match["global"] or match["rank"]))
         if match["global"] in (None, match["rank"]):
             job.named.setdefault(int(match["peer"]), f"a peer waited for it: {match['words']}")
-    for pattern in JOINED if "joined" in text or "worker" in text else ():
+    for pattern in JOINED if "joined" in text or "worker" in text or "barrier" in text else ():
         for match in pattern.finditer(text):
             job.joined = max(job.joined or (0, 0), (int(match["joined"]), int(match["world"])))
     stopped = STOPPED.search(text)

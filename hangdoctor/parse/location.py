@@ -157,12 +157,6 @@ def gpus_from(data: bytes, host: str, sample: int) -> tuple[GpuFacts, ...]:
     )
 
 
-def source_from(data: bytes) -> dict[str, str]:
-    """Parse `FILE:LINE` to the text of that line. Raises `UnreadableDump`."""
-    document = object_from(data, "a source file")
-    return {str(place): str(line)[:200] for place, line in document.items()}
-
-
 def number(value: Any) -> int | None:
     """Return an integer of at most 63 bits, or None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63 else None

@@ -21,7 +21,8 @@ COUNTED = {b"\x8a": 1, b"U": 1, b"C": 1, b"\x8c": 1, b"T": 4, b"\x8b": 4, b"B": 
 def load_plain(data: bytes) -> Any:
     """Return the plain data of a pickle: no object. Raises `UnsafePickle`."""
     try:
-        if not has_small_memo(data) and any(place > len(data) for place in places_in_memo(data)):
+        operations = (o for o in pickletools.genops(data) if o[0].name in ("PUT", "BINPUT", "LONG_BINPUT"))
+        if not has_small_memo(data) and any(int(place or 0) > len(data) for _, place, _ in operations):
             raise UnsafePickle("it numbers more values than it has bytes")
         return RestrictedUnpickler(io.BytesIO(data)).load()
     except UnsafePickle:
@@ -56,8 +57,3 @@ def fixed_opcodes(place_bits: int) -> re.Pattern[bytes]:
     low, bits = divmod(min(place_bits, 31), 8)
     kinds.append(b"r.{%d}[\0-\\x%02x]\0{%d}" % (low, 2**bits - 1, 3 - low))
     return re.compile(b"(?s)(?:%s)*+" % b"|".join(kinds))
-
-
-def places_in_memo(data: bytes) -> list[int]:
-    puts = ("PUT", "BINPUT", "LONG_BINPUT")
-    return [int(argument or 0) for opcode, argument, _ in pickletools.genops(data) if opcode.name in puts]

@@ -29,7 +29,7 @@ from hangdoctor.parse.location import ProcessName, parse_name
 from hangdoctor.parse.logs import RELEVANT, has_timeouts, parse_error_file, parse_log
 from hangdoctor.parse.members import members_of
 from hangdoctor.parse.owners import owners_of
-from hangdoctor.parse.stacks_json import HEAD, is_stacks_json, parse_stacks_json
+from hangdoctor.parse.stacks_json import HEAD, JSON_ARRAY, parse_stacks_json
 from hangdoctor.parse.stacks_text import parse_stacks_text
 from hangdoctor.tables import MESSAGES, message
 
@@ -141,7 +141,8 @@ def take_environment(reading: Reading, place: location.Place, member: str, data:
 
 
 def take_source(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    reading.source |= location.source_from(data)
+    document = location.object_from(data, "a source file")
+    reading.source |= {str(at): str(line)[:200] for at, line in document.items()}
 
 
 def take_gpus(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
@@ -187,7 +188,7 @@ def take_dump(reading: Reading, place: location.Place, member: str, data: bytes)
         take_records(reading, place, member, data)
         return
     head = data[:HEAD].decode(errors="replace")
-    if is_stacks_json(head):
+    if JSON_ARRAY.match(head.lstrip()):
         pid, threads = parse_stacks_json(data)
         keep(reading, owner_of(reading, place, member), place, threads, pid)
         return

@@ -20,11 +20,6 @@ NUMBER_BYTES = re.compile(NUMBER.pattern.encode())
 PID, OS_ID = re.compile(rb'"pid": ?$'), re.compile(rb'"os_thread_id": ?$')
 
 
-def is_stacks_json(head: str) -> bool:
-    """Return whether a text that begins with `head` is an array of objects."""
-    return JSON_ARRAY.match(head[:HEAD].lstrip()) is not None
-
-
 def parse_stacks_json(document: str | bytes) -> tuple[int | None, tuple[Thread, ...]]:
     """Return process id and threads of one `py-spy dump --json` document. Raises `UnreadableDump`.
 

@@ -6,8 +6,10 @@ a frame goes to the open thread (`frame_lines`); what is neither is prose and is
 without any heading are a stack of their own, which an empty line ends.
 """
 
+import json
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
@@ -15,8 +17,14 @@ from hangdoctor.model import Frame
 from hangdoctor.parse.frame_lines import bare_name, frame_of, loose_frames
 from hangdoctor.parse.headings import GDB_ROW, PROCESS, OpenThread, Section, section_header, thread_header
 from hangdoctor.parse.logs import shapes_of
+from hangdoctor.parse.stacks_json import parse_stacks_json
 
 MAX_LINE = 4096
+# Below a frame of `py-spy dump --locals`, deeper than it.
+LOCALS = re.compile(r"(?m)^([ \t]*)(?:Arguments|Locals):\n(?:\1[ \t]+\S.*(?:\n|\Z))*")
+# A sample of austin, outermost first: `P7;T0:7;train.py:step:31;model.py:forward:9 1500`.
+AUSTIN = re.compile(r"(?m)^P(?P<pid>\d{1,9});T(?P<thread>[\d:]+);(?P<frames>\S.*?)(?: [\d,]+)?$")
+JSON_THREADS = re.compile(r'(?m)^\[\s*\{\s*"pid"')
 MAX_FRAMES = 2000
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Who wrote the line: torchrun, ray and vLLM, srun, mpirun, docker compose, kubectl.
@@ -56,7 +64,8 @@ def parse_stacks_text(text: str) -> list[Section]:
     Ranks of one job differ in their process and thread numbers only, so a plain py-spy text is
     looked up by what is left when these are blanked.
     """
-    text = ANSI.sub("", text).replace("\r\n", "\n")
+    text = LOCALS.sub("", ANSI.sub("", text).replace("\r\n", "\n"))
+    text = with_json(with_austin(text))
     plain = PROCESS.match(text)
     if plain is None or len(PROCESS.findall(text)) > 1:
         return parse_any(text)
@@ -66,6 +75,36 @@ def parse_stacks_text(text: str) -> list[Section]:
         replace(s, pid=int(pid[:9]), command=plain[2] or "", threads=list(s.threads))
         for s in sections_of_shape(shape)
     ]
+
+
+def with_austin(text: str) -> str:
+    """Return a text in which the first sample of each thread of austin is a stack of py-spy."""
+    seen: set[str] = set()
+
+    def stack(match: re.Match[str]) -> str:
+        pid, thread, places = match.groups()
+        is_new, heading = f"{pid};{thread}" not in seen, "" if pid in seen else f"Process {pid}:\n"
+        seen.update((pid, f"{pid};{thread}"))
+        name = "MainThread" if thread.rpartition(":")[2] == pid else ""
+        pieces = (place.rsplit(":", 2) for place in reversed(places.split(";")) if place.count(":") > 1)
+        frames = "\n".join(f"    {function} ({file}:{line})" for file, function, line in pieces)
+        return f'{heading}Thread {pid} (active): "{name}"\n{frames}' if is_new else ""
+
+    return AUSTIN.sub(stack, text)
+
+
+def with_json(text: str) -> str:
+    """Return a text in which each JSON document of py-spy is its text."""
+    for found in reversed(list(JSON_THREADS.finditer(text))):
+        with suppress(ValueError):
+            _, end = json.JSONDecoder().raw_decode(text, found.start())
+            pid, threads = parse_stacks_json(text[found.start() : end])
+            stacks = f"Process {pid}:\n"
+            for thread in threads:
+                stacks += f'Thread {pid} ({"active" if thread.active else "idle"}): "{thread.name or ""}"\n'
+                stacks += "".join(f"    {f.function} ({f.file}:{f.line})\n" for f in thread.frames)
+            text = text[: found.start()] + stacks + text[end:]
+    return text
 
 
 @lru_cache(maxsize=1024)
@@ -240,10 +279,8 @@ def read_sections(lines: list[str]) -> list[Section]:
         reader.line(line, shape, logged=line != raw)
     reader.close()
     found = [section for section in reader.sections if section.threads or section.message]
-    return found[1:] if len(found) > 1 and is_rest(found[0]) and all(s.pid for s in found[1:]) else found
-
-
-def is_rest(section: Section) -> bool:
-    """Return whether a section is the end of a process whose beginning was cut off."""
-    whole = any(t.name == "MainThread" or t.frames[-1].function == "<module>" for t in section.threads)
-    return not (section.headed or section.pid or whole)
+    if not found or found[0].headed or found[0].pid or not all(s.pid for s in found[1:]):
+        return found
+    # the end of a process whose beginning was cut off
+    whole = any(t.name == "MainThread" or t.frames[-1].function == "<module>" for t in found[0].threads)
+    return found if whole or len(found) == 1 else found[1:]

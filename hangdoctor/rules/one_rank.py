@@ -175,7 +175,7 @@ def lock_deadlock(case: Case, graph: Graph) -> Verdict | None:
         s
         for s in sources
         if waits_for_locked_child(s, case)
-        or (s.wait.kind in ("lock", "gil") and not behind_loader(s))
+        or (s.wait.kind in ("lock", "gil") and ("data" not in s.wait.phases or is_child(s)))
         or import_cycle(s)
     ]
     if not locked:
@@ -220,10 +220,9 @@ def waits_for_locked_child(process: Process, case: Case) -> bool:
     return any(child.wait.kind == "lock" for child in case.children_of(process.name))
 
 
-def behind_loader(process: Process) -> bool:
-    """True if a rank waits for a lock inside the data pipeline: then that pipeline is stuck."""
-    is_child = process.parent is not None or isinstance(process.rank, str)
-    return "data" in process.wait.phases and not is_child
+def is_child(process: Process) -> bool:
+    """True if it is no rank: a rank that waits for a lock in the data pipeline is held up by that."""
+    return process.parent is not None or isinstance(process.rank, str)
 
 
 def import_cycle(process: Process) -> bool:

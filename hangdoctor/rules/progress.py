@@ -1,6 +1,7 @@
 """Rules for jobs that move or work, and the one of last resort."""
 
 import re
+from dataclasses import replace
 
 from hangdoctor.case import Case, Process, starts
 from hangdoctor.graph import Graph, rank_ranges
@@ -28,6 +29,7 @@ STARTING = ("import", "load")
 # C code that computes shows no frame of its own, and the dump may call its thread idle.
 COMPUTING = message("progress", "computing")
 WATCHDOG_STUCK = message("progress", "watchdog_stuck")
+OF_SAMPLES = ("data", "queue", "future", "event", "rpc", "http")
 # Calls of an engine that end when its workers have answered.
 ASKS = re.compile(r"get_response|_?wait_for_response|collective_rpc|execute_model")
 WORKING = (
@@ -44,6 +46,10 @@ def straggler_or_not_hung(case: Case, graph: Graph) -> Verdict | None:
     sources = graph.source_ranks
     if not sources:
         return None
+    engines = tuple(s for s in case.others if s.role == "engine" and s.wait.kind == "running")
+    if engines and not graph.waiting and all(s.wait.kind in OF_SAMPLES for s in sources):
+        # the trainer waits for what they generate: as likely as that its data are gone
+        return replace(slow(case, graph, engines), confidence="medium")
     if all(works(s) for s in sources):
         return slow(case, graph, sources)
     if all(waits_for_requests(s) for s in case.ranks) and not asking(case):
@@ -118,7 +124,7 @@ def works(process: Process) -> bool:
 
 def slow(case: Case, graph: Graph, sources: tuple[Process, ...]) -> Verdict:
     """Return the verdict for ranks that compute, compile or load while the others wait."""
-    everybody = len(sources) == len(case.ranks)
+    everybody = len(sources) == len(case.ranks) and sources[0] in case.ranks  # not an engine
     what = {s.wait.kind for s in sources}
     doing = "compiling" if what == {"compile"} else "loading" if what <= set(STARTING) else "working"
     unsure = case.num_samples < 2 or (len(sources) * 2 > len(case.ranks) and not everybody)

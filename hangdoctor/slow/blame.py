@@ -300,8 +300,10 @@ def late_in_turn(
     seen: Observation, ranks: Sequence[Budget], garbage: Mapping[int, float]
 ) -> SlowVerdict | None:
     last = last_rounds(held_rounds(seen.tracks))
-    if not last or is_one_rank(last):
-        return None
+    times = Counter(i for one in last for i in one.late).most_common(2)
+    few = len(times) < 2 or times[1][1] * 2 <= times[0][1]
+    if not last or (times[0][1] >= MAIN_SHARE * len(last) and few):
+        return None  # none, or of one rank
     lost = lost_shares(seen, last)
     phase = max(lost, key=lambda phase: lost[phase])
     collected = mean(garbage.values()) if garbage else 0.0
@@ -330,11 +332,6 @@ def late_in_turn(
         "late_in_turn", "medium", cause, (), "", summary, place, evidence, settling(cause, ranks[0].pid)
     )
     return with_server(answer, blame_server(seen, set())) if cause == "rollout" else answer
-
-
-def is_one_rank(last: Sequence[Round]) -> bool:
-    times = Counter(i for one in last for i in one.late).most_common(2)
-    return times[0][1] >= MAIN_SHARE * len(last) and (len(times) < 2 or times[1][1] * 2 <= times[0][1])
 
 
 def lost_shares(seen: Observation, last_ones: Sequence[Round]) -> dict[str, float]:
