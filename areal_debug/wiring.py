@@ -76,7 +76,8 @@ def wire(argv: Sequence[str], config_class: type[C]) -> tuple[C, dict[str, Any]]
     elif config.debug.dump_rollout_data:
         hooks["observers"] += [make_recorder, make_seam_check]
     if isinstance(config, PPOConfig) and config.consistency.every_k_steps:
-        hooks["observers"].append(make_consistency_check)
+        file, every = run_folder(config, "logs") / "consistency.jsonl", config.consistency.every_k_steps
+        hooks["observers"].append(lambda t: InLoop(every, file, t.ranks.gather_leaders, t.ranks.rank))
     if heartbeat.VARIABLE in os.environ:
         hooks["observers"].append(lambda trainer: heartbeat.observe)
     return config, hooks
@@ -184,11 +185,4 @@ def recording_options(debug: DebugConfig) -> RecordingOptions:
         when_slow=debug.dump_when_slow,
         when_failing=debug.dump_when_failing,
         retention=limits,
-    )
-
-
-def make_consistency_check(trainer: PPOTrainer) -> Observer:
-    file = run_folder(trainer.config, "logs") / "consistency.jsonl"
-    return InLoop(
-        trainer.config.consistency.every_k_steps, file, trainer.ranks.gather_leaders, trainer.ranks.rank
     )

@@ -6,7 +6,7 @@ and not finite makes the mean infinite.
 
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,9 @@ def shown_by_rows(step: RecordedStep) -> dict[str, float]:
     joined = {name: np.concatenate([of_rank[name] for of_rank in columns]) for name in columns[0]}
     difference = joined["difference"][~np.isnan(joined["difference"])]
     finite = difference[np.isfinite(difference)]
-    alike = list(groups_alike(joined["prompt"], joined["reward"]))
+    prompts, rewards = joined["prompt"], joined["reward"]
+    groups = [rewards[prompts == prompt] for prompt in np.unique(prompts[np.isfinite(prompts)])]
+    alike = [(one == one[0]).all() for one in groups if len(one) > 1 and np.isfinite(one).all()]
     values = {
         "reward": joined["reward"],
         "length": joined["length"],
@@ -151,10 +153,3 @@ def worst_place(step: RecordedStep, metric: str) -> tuple[int | None, int | None
         place = int(arrays["prompt_id"][row]), int(arrays["sample_id"][row]), token
         found = place if step.known(rank, "prompt_id")[row] else NOWHERE
     return found
-
-
-def groups_alike(prompts: np.ndarray, rewards: np.ndarray) -> Iterator[bool]:
-    for prompt in np.unique(prompts[np.isfinite(prompts)]):
-        found = rewards[prompts == prompt]
-        if len(found) > 1 and np.isfinite(found).all():
-            yield bool((found == found[0]).all())

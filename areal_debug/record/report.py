@@ -16,7 +16,7 @@ from areal_debug.render import console, count, format_bytes, format_number, spar
 from areal_debug.report.model import Block, Facts, Report, Row, Table, rows_of
 
 if TYPE_CHECKING:
-    from recorder import Record, RecordedStep, RecordHeader, Recording, VerifyReport
+    from recorder import Record, RecordedStep, RecordHeader, VerifyReport
     from recorder.conversations import Conversation, Part
     from recorder.header import Gaps
     from recorder.reader import StepSummary
@@ -95,6 +95,9 @@ def report_of_listing(record: "Record", summaries: "list[StepSummary]", max_line
     header, num_masks = record.header, num_masked(record.header.config)
     num_tokens = sum(summary.num_tokens for summary in summaries)
     size_bytes = sum(summary.size_bytes for summary in summaries)
+    every = f", every {header.recording.every} steps" if header.recording.every > 1 else ""
+    chosen = header.recording.steps
+    steps = every if chosen is None else f", steps {', '.join(map(str, chosen))}"
     rewards = [math.nan if s.mean_reward is None else s.mean_reward for s in summaries]
     facts = {
         "recorded": header.created,
@@ -102,7 +105,7 @@ def report_of_listing(record: "Record", summaries: "list[StepSummary]", max_line
         "model": header.model["path"],
         "allocation": header.allocation,
         "data-parallel ranks": header.num_ranks,
-        "scope": describe_recording(header.recording),
+        "scope": header.recording.scope + steps,
         "torch": header.environment["torch"]["build"],
         "code": header.environment["code"]["commit"],
         "masked": f"{count(num_masks, 'value')} of the config" if num_masks else None,
@@ -126,12 +129,6 @@ def report_of_listing(record: "Record", summaries: "list[StepSummary]", max_line
     )
 
 
-def describe_recording(recording: "Recording") -> str:
-    if recording.steps is not None:
-        return f"{recording.scope}, steps {', '.join(map(str, recording.steps))}"
-    return recording.scope + (f", every {recording.every} steps" if recording.every > 1 else "")
-
-
 def describe_gaps(gaps: "Gaps") -> list[str]:
     num_removed = sum(last - first + 1 for first, last in gaps.removed)
     sentences = []
@@ -152,20 +149,15 @@ def describe_gaps(gaps: "Gaps") -> list[str]:
 
 
 def step_cells(summary: "StepSummary") -> tuple[str, ...]:
+    no_reward = UNKNOWN if summary.num_rows else "-"
     return (
         str(summary.step),
         str(summary.version),
         str(summary.num_rows),
         f"{summary.num_tokens:,}",
         format_bytes(summary.size_bytes),
-        mean_reward_of(summary),
+        no_reward if summary.mean_reward is None else f"{summary.mean_reward:.4f}",
     )
-
-
-def mean_reward_of(summary: "StepSummary") -> str:
-    if summary.mean_reward is None:
-        return UNKNOWN if summary.num_rows else "-"
-    return f"{summary.mean_reward:.4f}"
 
 
 def trainer_of(header: "RecordHeader") -> str:

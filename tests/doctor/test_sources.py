@@ -104,6 +104,7 @@ def test_a_project_of_trackio_is_read_as_its_runs(tmp_path, monkeypatch):
         ([{"_step": 3 * s, "train/step": s, "train/reward": s} for s in STEPS], "reward"),
         ([{"training/global_step": s, "timing_s/step": 0.5, "score": str(s)} for s in STEPS], "score"),
         ([{"iteration": s, "reward": s} for s in STEPS], "reward"),
+        ([{"key": k, "value": s, "step": s} for s in STEPS for k in ("reward", "kl")], "reward"),  # MLflow
         ([{"current_steps": s, "total_steps": 99, "reward": s} for s in STEPS], "reward"),  # LLaMA-Factory
         ([{"global_step/max_steps": f"{s}/99", "reward": s} for s in STEPS], "reward"),  # ms-swift
         ([{"time/total_timesteps": s, "rollout/ep_rew_mean": s} for s in STEPS], "rollout/ep_rew_mean"),
@@ -116,17 +117,20 @@ def test_the_step_of_a_row_is_found_in_each_of_its_forms(tmp_path, rows, reward)
     assert (run.series["reward"].name, rewards(run)) == (reward, (list(STEPS), [float(s) for s in STEPS]))
 
 
-def test_exports_of_wandb_as_json_and_as_a_table_of_several_runs(tmp_path):
+def test_exports_as_json_as_tables_of_tags_and_as_a_table_of_several_runs(tmp_path):
     rows = [{"_step": step, "reward": step / 8} for step in STEPS]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     columns = {name: {str(row["_step"]): row[name] for row in rows} for name in rows[0]}
     (tmp_path / "columns.json").write_text(json.dumps(columns))
     (tmp_path / "lists.json").write_text(json.dumps({name: [r[name] for r in rows] for name in rows[0]}))
-    for name in ("rows.json", "columns.json", "lists.json"):
+    write_lines(tmp_path / "lines.json", rows)  # RLlib
+    for tag in ("Environment_Cumulative_Reward", "Policy_Entropy"):  # TensorBoard
+        table = "Wall time,Step,Value\n" + "".join(f"9,{step},{step / 8}\n" for step in STEPS)
+        (tmp_path / f"run-a-tag-{tag}.csv").write_text(table)
+    for name in ("rows.json", "columns.json", "lists.json", "lines.json", "run-a-tag-Policy_Entropy.csv"):
         assert rewards(read_run(tmp_path / name)) == (list(STEPS), [step / 8 for step in STEPS])
     header = '"Step","one - reward","one - reward__MIN","one - reward__MAX","two - reward"\n'
-    table = header + "".join(f"{s},{s / 8},-1,9,{s / 4}\n" for s in STEPS)
-    (tmp_path / "several.csv").write_text(table)
+    (tmp_path / "several.csv").write_text(header + "".join(f"{s},{s / 8},-1,9,{s / 4}\n" for s in STEPS))
     with pytest.raises(UnreadableRun, match=r"2 runs found .*: one, two; choose"):
         read_run(tmp_path / "several.csv")
     run = read_run(tmp_path / "several.csv", "two")

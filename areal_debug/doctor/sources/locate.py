@@ -24,6 +24,7 @@ from areal_debug.doctor.sources.plain_files import (
     SeveralRuns,
     UnreadableRun,
     json_lines,
+    read_charts,
     read_csv,
     read_json,
     read_jsonl,
@@ -192,6 +193,8 @@ def run_of(file: Path) -> Path:
     """
     if file.match("events.out.tfevents.*"):
         return file.parent
+    if file.match("*-tag-*.csv"):
+        return file.with_name(file.name.partition("-tag-")[0])
     if file.name == "trainer_state.json":
         return file.parent.parent if file.parent.name.startswith("checkpoint-") else file.parent
     return file
@@ -269,6 +272,7 @@ FORMATS = (
     Format("*.wandb", read_wandb),
     Format("*.db", trackio_run.read_project, trackio_run.runs_of_project, is_project),
     Format("*.jsonl", read_jsonl, is_metrics=partial(has_steps, read_jsonl)),
+    Format("*-tag-*.csv", read_charts),
     Format("*.csv", read_csv, runs_of_csv, partial(has_steps, read_csv)),
     Format("*.json", read_json, is_metrics=partial(has_steps, read_json)),
     Format("*.parquet", trackio_run.read_parquet, trackio_run.runs_of_parquet, trackio_run.has_runs),

@@ -1,6 +1,7 @@
 """Read metrics from JSON lines, JSON and CSV."""
 
 import csv
+import glob
 import io
 import json
 import re
@@ -71,7 +72,10 @@ def read_trainer_state(file: Path, run: str = "") -> Iterable[Row]:
 
 def read_json(file: Path, run: str = "") -> Iterable[Row]:
     """Read a list of rows, a `log_history` or `history` of them, or columns of pandas."""
-    found = parse_json(read_text(file), str(file))
+    text = read_text(file)
+    if re.search(r"\}\n+\{", text):  # of RLlib: lines of JSON
+        return list(json_lines(text.splitlines(), str(file)))
+    found = parse_json(text, str(file))
     if isinstance(found, dict):
         found = next((found[name] for name in ("log_history", "history") if name in found), found)
     if isinstance(found, dict):
@@ -106,6 +110,14 @@ def read_csv(file: Path, run: str = "") -> Iterable[Row]:
             }
     except csv.Error as error:
         raise UnreadableRun(f"{file}, after line {table.line_num}: not a row of a table: {error}") from error
+
+
+def read_charts(file: Path, run: str = "") -> Iterable[Row]:
+    """Read the downloads of TensorBoard beside a file: one for each tag of a run."""
+    begin, tag, _ = file.name.partition("-tag-")
+    for part in sorted(file.parent.glob(f"{glob.escape(begin)}{tag}*.csv")):
+        name = part.stem.partition(tag)[2]
+        yield from ({"step": row["Step"], name: row["Value"]} for row in read_csv(part) if len(row) == 3)
 
 
 def fault_of_csv(file: Path) -> str:

@@ -61,6 +61,8 @@ def numbered(rows: Iterable[Row]) -> Iterator[tuple[int, dict[str, float], str]]
     """
     unnamed: list[dict[str, float]] | None = []
     for row in rows:
+        if isinstance(row, dict) and isinstance(row.get("key"), str) and "value" in row:
+            row = {"step": row.get("step"), row["key"]: row["value"]}  # of MLflow: one number each
         numbers = dict(numbers_of(row)) if isinstance(row, dict) else {}
         name = name_of_step(numbers)
         if name is not None and abs(numbers[name]) < 2**63:
