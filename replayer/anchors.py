@@ -8,7 +8,7 @@ format of recovery checkpoints. Short replays cost disk space; the policy limits
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,20 +43,6 @@ class AnchorPolicy:
         by_steps = self.every_steps is not None and next_step % self.every_steps == 0
         by_cost = self.max_replay_s is not None and replay_s >= self.max_replay_s
         return by_steps or by_cost
-
-
-def anchors_to_remove(sizes: Mapping[int, int], max_bytes: int) -> list[int]:
-    """Return the steps of anchors to remove so that the rest fits, ascending.
-
-    The first stays, because it may be the only start, and so does the newest, to which a run can
-    return. Of the others, the one in the narrowest gap is removed, repeatedly.
-    """
-    kept, removed = sorted(sizes), []
-    while len(kept) > 2 and sum(sizes[step] for step in kept) > max_bytes:
-        inner = range(1, len(kept) - 1)
-        narrowest = min(inner, key=lambda i: (kept[i + 1] - kept[i - 1], i))
-        removed.append(kept.pop(narrowest))
-    return sorted(removed)
 
 
 class AnchorTaker:
@@ -115,12 +101,19 @@ def adopt_checkpoint(record: Path, step: int, checkpoint: Path) -> None:
 
 
 def thin_out(record: Path, max_bytes: int) -> None:
-    """Remove anchors until the rest fits, anchor.json first: a partial anchor is not read."""
+    """Remove anchors until the rest fits, anchor.json first: a partial anchor is not read.
+
+    The first stays, because it may be the only start, and so does the newest, to which a run can
+    return. Of the others, the one in the narrowest gap is removed, repeatedly.
+    """
     folders = {
         int(path.parent.name): path.parent for path in (record / ANCHORS_FOLDER).glob(f"*/{ANCHOR_FILE}")
     }
     files = {step: [path for path in folder.rglob("*") if path.is_file()] for step, folder in folders.items()}
     sizes = {step: sum(path.stat().st_size for path in paths) for step, paths in files.items()}
-    for step in anchors_to_remove(sizes, max_bytes):
+    kept = sorted(sizes)
+    while len(kept) > 2 and sum(sizes[step] for step in kept) > max_bytes:
+        inner = range(1, len(kept) - 1)
+        step = kept.pop(min(inner, key=lambda i: (kept[i + 1] - kept[i - 1], i)))
         (folders[step] / ANCHOR_FILE).unlink()
         shutil.rmtree(folders[step])

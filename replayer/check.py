@@ -324,7 +324,12 @@ def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
     comparison = compare_headers(record.header, current)
     # another trainer has other options, on another machine
     has_config, has_model = record.header.config_is_ours, bool(record.header.model["files"])
-    moved = () if comparison.model else moved_paths(record.header, current)
+    both = (record.header.config, current.config)
+    moved = [  # options with the path of the model in both: it may differ if the files are equal
+        option
+        for option in ("actor.path", "ref.path", "critic.path", "tokenizer_path")
+        if not comparison.model and all(member(c, option) == member(c, "actor.path") for c in both)
+    ]
     config = tuple(
         d
         for d in comparison.config
@@ -338,16 +343,6 @@ def compare_run(record: Record, current: RecordHeader) -> HeaderComparison:
         environment=comparison.environment if record.header.trainer is None else (),
         model=comparison.model if has_model else (),
     )
-
-
-def moved_paths(recorded: RecordHeader, current: RecordHeader) -> list[str]:
-    """Options with the path of the model in both runs: it may differ if the files are equal."""
-    both = (recorded.config, current.config)
-    return [
-        option
-        for option in ("actor.path", "ref.path", "critic.path", "tokenizer_path")
-        if all(member(config, option) == member(config, "actor.path") for config in both)
-    ]
 
 
 def member(config: Any, option: str, default: Any = None) -> Any:

@@ -282,15 +282,6 @@ def acts_from(option: str) -> str:
     return max(prefixes, default=(0, "batch"))[1]
 
 
-def options_acting(options: Sequence[Difference], stage: str) -> list[Difference]:
-    """Options that can explain a difference at a stage, the latest first.
-
-    An option that acts earlier would have changed earlier stages as well.
-    """
-    able = [item for item in options if STAGES.index(acts_from(item.where)) <= STAGES.index(stage)]
-    return sorted(able, key=lambda item: -STAGES.index(acts_from(item.where)))
-
-
 def settle_stage(
     differences: tuple[StageDifference, ...], header: HeaderComparison
 ) -> tuple[StageDifference, ...]:
@@ -332,7 +323,11 @@ def judge_difference(
 
     `config` is empty if one of the records has none; `trainers` are None for ours.
     """
-    if options := options_acting(header.config, first.stage):
+    # one that acts earlier would have changed earlier stages as well: the latest first
+    able = [
+        item for item in header.config if STAGES.index(acts_from(item.where)) <= STAGES.index(first.stage)
+    ]
+    if options := sorted(able, key=lambda item: -STAGES.index(acts_from(item.where))):
         names = ", ".join(item.where for item in options[:3])
         acts = f" and acts on the {first.stage}"
         if trainers[0] is not None:

@@ -188,7 +188,16 @@ class Explainer:
         has_shares = 0 < norm < math.inf
         if self.anatomy:
             self.found.parts += dissect(self.trainer, self.objective, facts, full, norm)
-            self.found.absent = absent_terms(self.trainer)
+            config = self.trainer.actor.model.config.get_text_config()
+            coefficient = getattr(config, "router_aux_loss_coef", 0)
+            of_router = f"MoE aux: the model's config has router_aux_loss_coef={coefficient}"
+            terms = {  # losses that are set, and cannot act on this gradient
+                f"{of_router}, and the objective has no such term": bool(coefficient),
+                "value: it trains the critic, a separate model, and has no part in this gradient": (
+                    self.trainer.critic is not None
+                ),
+            }
+            self.found.absent = [term for term, is_set in terms.items() if is_set]
             self.objective.stats.export()  # a collective; the samples count from 0
         shares: list[SampleShare] = []
         groups = rewards_of_groups(row for rows in ranks.gather_leaders(self.signals) for row in rows)
@@ -266,19 +275,6 @@ def objective_on(ranks: Ranks, trainer: PPOTrainer) -> PolicyObjective:
     """
     stats = Stats(ranks.is_group_leader, ranks.gather_objects)
     return replace(trainer.objective, stats=stats, sum_over_ranks=ranks.sum)
-
-
-def absent_terms(trainer: PPOTrainer) -> list[str]:
-    """Return the losses that are set, and cannot act on this gradient."""
-    found = []
-    config = trainer.actor.model.config.get_text_config()
-    if coefficient := getattr(config, "router_aux_loss_coef", 0):
-        found.append(
-            f"MoE aux: the model's config has router_aux_loss_coef={coefficient}, and the objective has no such term"
-        )
-    if trainer.critic is not None:
-        found.append("value: it trains the critic, a separate model, and has no part in this gradient")
-    return found
 
 
 def why_nonfinite(

@@ -9,7 +9,7 @@ are bounded: it takes time and memory as its row has, and no more.
 import ast
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -191,7 +191,10 @@ def compiled(node: ast.expr, names: tuple[str, ...], shown: str) -> Evaluate:
             return lambda values: kind.of(inner(values)) == is_wanted
         case ast.Compare(left=left, ops=ops, comparators=rest) if all(type(o) in COMPARISONS for o in ops):
             tests, parts = [COMPARISONS[type(op)] for op in ops], list(map(part, (left, *rest)))
-            return lambda values: are_true(tests, [one(values) for one in parts])
+            return lambda values: all(
+                test(a, b)
+                for test, (a, b) in zip(tests, pairwise([one(values) for one in parts]), strict=True)
+            )
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
             function, parts = FUNCTIONS[name], list(map(part, args))
             return lambda values: function(*(one(values) for one in parts))
@@ -202,11 +205,6 @@ def compiled(node: ast.expr, names: tuple[str, ...], shown: str) -> Evaluate:
         f"{shown}: {ast.unparse(node)!r} is not allowed; use comparisons, is nan, is inf, is finite, and, or, not, + - * / // %, "
         f"{', '.join(FUNCTIONS)} over {', '.join(names)}"
     )
-
-
-def are_true(tests: Sequence[Callable[[Any, Any], Any]], operands: Sequence[Any]) -> bool:
-    """Return whether each two neighbours pass their test."""
-    return all(test(a, b) for test, (a, b) in zip(tests, pairwise(operands), strict=True))
 
 
 def bounded(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:

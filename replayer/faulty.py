@@ -106,24 +106,19 @@ def find_faulty(record: Record, replay: Callable[[int], Record | None], steps: S
         if differing(*found) or locate_first(recorded, found[0], different)["bit"] is None:
             replays.append(replayed(replay, 2))
             found.append(numbers_of(replays[-1].step(step)))
-        settings = other_settings(record, replays[0])
-        judged = judge(recorded, found, record.step(step), settings, is_first=step == steps[0])
+        other = compare_run(record, replays[0].header)
+        settings = [
+            f"{d.where}: {d.current}, recorded {d.recorded}"
+            for d in (*other.config, *other.environment, *other.model)
+            if not d.where.endswith("CUDA_VISIBLE_DEVICES")  # replays use the GPUs in other orders
+        ]
+        if (more := len(settings) - SETTINGS_SHOWN) > 0:
+            settings[SETTINGS_SHOWN:] = [f"and {more} more that differ"]
+        judged = judge(recorded, found, record.step(step), tuple(settings), is_first=step == steps[0])
         return FaultyReport(
             str(record.path), len(found), step=step, missing=missing(recorded, record), **judged
         )
     return FaultyReport(str(record.path), len(replays), "sound", "high", num_compared=compared)
-
-
-def other_settings(record: Record, replay: Record) -> tuple[str, ...]:
-    """Return what differs between the recorded run and this machine, a phrase each."""
-    found = compare_run(record, replay.header)
-    phrases = [
-        f"{d.where}: {d.current}, recorded {d.recorded}"
-        for d in (*found.config, *found.environment, *found.model)
-        if not d.where.endswith("CUDA_VISIBLE_DEVICES")  # replays use the GPUs in other orders
-    ]
-    more = len(phrases) - SETTINGS_SHOWN
-    return (*phrases[:SETTINGS_SHOWN], *([f"and {more} more that differ"] if more > 0 else []))
 
 
 def replayed(replay: Callable[[int], Record | None], number: int) -> Record:
@@ -204,7 +199,11 @@ def judge(
             n for n, (a, b) in enumerate([(1, 2), (0, 2), (0, 1)]) if not differing(replays[a], replays[b])
         ]
         if not alone:
-            return of_nondeterminism(replays)
+            different = differing(*replays[:2]) or differing(*replays[1:])
+            ranks = {p.rank for p in different if p.rank is not None}
+            said = f"three replays gave three results, on {len(ranks)} rank{'s' * (len(ranks) != 1)}"
+            found = locate_first(replays[0], replays[1], different)
+            return found | {"kind": "nondeterminism", "confidence": "high", "evidence": (said,), "rank": None}
         agreed = replays[(alone[0] + 1) % 3]
         if not differing(recorded, agreed):
             found = locate_first(replays[alone[0]], agreed, differing(replays[alone[0]], agreed))
@@ -273,14 +272,6 @@ def is_everywhere(places: Sequence[Place], different: set[Place], is_one_element
     found = [p for p in places if p in different]
     micro_batches = {p.micro_batch for p in places} == {p.micro_batch for p in found}
     return micro_batches and 2 * len(found) > len(places) and not is_one_element
-
-
-def of_nondeterminism(replays: Sequence[Numbers]) -> dict[str, Any]:
-    different = differing(*replays[:2]) or differing(*replays[1:])
-    found = locate_first(replays[0], replays[1], different)
-    ranks = {p.rank for p in different if p.rank is not None}
-    said = f"three replays gave three results, on {len(ranks)} rank{'s' * (len(ranks) != 1)}"
-    return found | {"kind": "nondeterminism", "confidence": "high", "evidence": (said,), "rank": None}
 
 
 def locate_first(left: Numbers, right: Numbers, different: Sequence[Place]) -> dict[str, Any]:

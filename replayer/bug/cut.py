@@ -200,15 +200,6 @@ def check_weights(record: Record, trainer: PPOTrainer, step: int) -> None:
         )
 
 
-def placeholders_end(batch: Batch) -> list[int]:
-    """Return how many tokens at the start of each row stay: those up to its last picture's."""
-    if "mm_token_type_ids" not in batch:
-        return [1] * len(batch["rewards"])
-    of_picture = batch["mm_token_type_ids"] != 0  # [B, T]
-    positions = torch.arange(1, of_picture.shape[1] + 1)
-    return (of_picture * positions).amax(dim=1).clamp(min=1).tolist()
-
-
 @dataclass(frozen=True)
 class SavedEngine:
     """The state of an engine, copied."""
@@ -288,7 +279,11 @@ class Bench:
     def all_rows(self) -> Rows:
         lengths = sequence_lengths(self.batch).tolist()
         names = zip(self.batch["prompt_id"].tolist(), self.batch["sample_id"].tolist(), strict=True)
-        fixed = placeholders_end(self.batch)
+        fixed = [1] * len(lengths)
+        if "mm_token_type_ids" in self.batch:  # up to the last picture
+            of_picture = self.batch["mm_token_type_ids"] != 0  # [B, T]
+            positions = torch.arange(1, of_picture.shape[1] + 1)
+            fixed = (of_picture * positions).amax(dim=1).clamp(min=1).tolist()
         own = [
             (
                 (prompt, sample),
@@ -498,7 +493,14 @@ class Shrinking:
         """
         self.numbers = self.bench.run(rows, symptom)
         if not symptom.occurs(self.numbers):
-            raise ReplayError(does_not_occur(symptom, self.numbers))
+            if self.numbers.error:
+                raise ReplayError(
+                    f"the step ends with an error ({self.numbers.error}), so {symptom.text!r} is not true of it: "
+                    "--shrink 'error != \"\"' reduces that"
+                )
+            seen = f"loss {self.numbers.loss:.6g}, grad_norm {self.numbers.grad_norm:.6g}"
+            where = f"{symptom.text!r} is false of {self.numbers.num_rows} rows ({seen})"
+            raise ReplayError(f"the symptom does not occur: {where}, so nothing is reduced")
         if self.is_first_rank:
             self.watcher.on_start(rows, self.numbers)
         symptom = replace(symptom, like=self.numbers)
@@ -525,16 +527,6 @@ class Shrinking:
         self.numbers = self.last
         if self.is_first_rank:
             self.watcher.on_smaller(rows, self.numbers, self.shrinker.num_runs)
-
-
-def does_not_occur(symptom: Symptom, numbers: Numbers) -> str:
-    if numbers.error:
-        return (
-            f"the step ends with an error ({numbers.error}), so {symptom.text!r} is not true of it: "
-            "--shrink 'error != \"\"' reduces that"
-        )
-    seen = f"loss {numbers.loss:.6g}, grad_norm {numbers.grad_norm:.6g}"
-    return f"the symptom does not occur: {symptom.text!r} is false of {numbers.num_rows} rows ({seen}), so nothing is reduced"
 
 
 def write_cut(

@@ -27,22 +27,16 @@ def main(task: dict[str, Any]) -> None:
     if task["task"] == "replay":
         report = replay_and_compare(request).to_dict()
     else:
-        layers = load_beside("layers")
+        spec = spec_from_file_location("on_commit_layers", Path(__file__).with_name("layers.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        layers = sys.modules[spec.name] = module_from_spec(spec)
+        spec.loader.exec_module(layers)
         found: list[Any] = []
         replay(request, [layers.trace_layers(request.last, found.append, task["place"])])
         report = {"calls": [[vars(call) for call in calls] for calls in found[0]] if found else []}
     if os.environ.get("RANK", "0") == "0":
         Path(task["report"]).write_text(json.dumps(report))
-
-
-def load_beside(name: str) -> Any:
-    spec = spec_from_file_location(f"on_commit_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

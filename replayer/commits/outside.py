@@ -53,10 +53,17 @@ def code_differences(
     """
     here, there = left.environment, right.environment
     codes = code_of(left), code_of(right)
-    own = tuple(own_differences(left, right, is_replay))
-    named = {item.file for item in own}
+    own: dict[tuple[Any, Any], CodeDifference] = {}  # of the user's own loss, advantage, reward and the like
+    for one in compare_own_code(left, right, is_replay):
+        if one.changed and (one.file, one.changed[0]) not in own:
+            what = f"{one.changed[0]} of {one.file} ({NAMES[one.role].format(one.name)})"
+            acts = FIRST_STAGE.get(one.role, "batch")
+            own[one.file, one.changed[0]] = CodeDifference(
+                "own code", what, one.file, one.line, acts_from=acts
+            )
+    named = {item.file for item in own.values()}
     return (
-        *own,
+        *own.values(),
         *commit_differences(*codes),
         *(item for item in script_differences(*codes) if Path(item.file or "").name not in named),
         *value_differences("library", "", *(members(side, "libraries") for side in (here, there))),
@@ -79,17 +86,6 @@ def unknown_code(left: RecordHeader, right: RecordHeader) -> tuple[str, ...]:
 def code_of(header: RecordHeader) -> Mapping[str, Any]:
     """Return the identity of a run's code."""
     return members(header.environment, "code")
-
-
-def own_differences(left: RecordHeader, right: RecordHeader, is_replay: bool) -> Iterator[CodeDifference]:
-    """Yield the functions of the user's own loss, advantage, reward and the like that differ."""
-    named = set()
-    for own in compare_own_code(left, right, is_replay):
-        if own.changed and (own.file, own.changed[0]) not in named:
-            named.add((own.file, own.changed[0]))
-            what = f"{own.changed[0]} of {own.file} ({NAMES[own.role].format(own.name)})"
-            acts = FIRST_STAGE.get(own.role, "batch")
-            yield CodeDifference("own code", what, own.file, own.line, acts_from=acts)
 
 
 def commit_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:

@@ -57,7 +57,13 @@ def find_pattern(
     if difference.name == "rows":
         return pattern_of_rows(left, right, foreign)
     if difference.name == "order of rows":
-        return pattern_of_order(left, right)
+        rows, other_rows = find_rows(left), find_rows(right)
+        names, others = list(rows), list(other_rows)
+        moved = sum(name != other for name, other in zip(names, others, strict=True))
+        ranks = sum(rows[name].rank != other_rows[name].rank for name in names)
+        how = "reversed" if names == others[::-1] else f"{moved} of them at another place"
+        why = f"the same {count(len(names), 'row')}, {how}" + (f", {ranks} on another rank" if ranks else "")
+        return Pattern("same set, other order", why, float(moved))
     if fact := MICRO_BATCH.fullmatch(difference.name):
         return pattern_of_micro_batches(left, right, difference, fact[1])
     if difference.stage in ("gradient", "weights") and isinstance(difference.left or difference.right, str):
@@ -191,19 +197,6 @@ def shift_of_prompts(left: set[tuple[int, int]], right: set[tuple[int, int]]) ->
 def range_of(rows: set[tuple[int, int]]) -> str:
     """Return `4 to 7`: the lowest and highest prompt id."""
     return f"{min(rows)[0]} to {max(rows)[0]}"
-
-
-def pattern_of_order(left: RecordedStep, right: RecordedStep) -> Pattern:
-    """Describe the order of the same rows."""
-    rows, other_rows = find_rows(left), find_rows(right)
-    names, others = list(rows), list(other_rows)
-    moved = sum(name != other for name, other in zip(names, others, strict=True))
-    ranks = sum(rows[name].rank != other_rows[name].rank for name in names)
-    how = "reversed" if names == others[::-1] else f"{moved} of them at another place"
-    on_ranks = f", {ranks} on another rank" if ranks else ""
-    return Pattern(
-        "same set, other order", f"the same {count(len(names), 'row')}, {how}{on_ranks}", float(moved)
-    )
 
 
 LAYER = re.compile(r"\.(\d+)\.")  # the first number of a parameter's name is its layer

@@ -436,22 +436,18 @@ def other_support(rows: Sequence[RowPair]) -> Pattern | None:
         return Pattern("other support", f"B is 0 at all {only[0]} tokens where A is not")
     if not both and not only[0]:
         return Pattern("other support", f"A is 0 at all {only[1]} tokens where B is not")
-    shift = shift_of_support(rows)
+    starts = [(np.flatnonzero(row.left), np.flatnonzero(row.right)) for row in rows]
+    shifts = {
+        int(b[0] - a[0]) if len(a) and len(a) == len(b) and (b - b[0] == a - a[0]).all() else 0
+        for a, b in starts
+    }
+    shift = shifts.pop() or None if len(shifts) == 1 and len(rows) > 1 else None
     rest = f"{both}" + (f", {changed} with other values" if changed else ", equal")
     why = f"nonzero only in A: {count(only[0], 'token')}; only in B: {only[1]}; in both: {rest if both else 'none'}"
     if shift is None:
         return Pattern("other support", why)
     moved = f"moved by {count(abs(shift), 'token')} {'later' if shift > 0 else 'earlier'}"
     return Pattern("other support", f"B is not 0 where A is not, {moved}: {why}", float(shift))
-
-
-def shift_of_support(rows: Sequence[RowPair]) -> int | None:
-    starts = [(np.flatnonzero(row.left), np.flatnonzero(row.right)) for row in rows]
-    shifts = {
-        int(b[0] - a[0]) if len(a) and len(a) == len(b) and (b - b[0] == a - a[0]).all() else 0
-        for a, b in starts
-    }
-    return shifts.pop() or None if len(shifts) == 1 and len(rows) > 1 else None
 
 
 def rounding(pairs: Pairs, rows: Sequence[RowPair]) -> Pattern | None:

@@ -125,7 +125,12 @@ def settings_of(case: Case) -> list[Setting]:
 def option_acts(case: Case, item: Difference) -> tuple[bool, str]:
     stage, option = case.first.stage, item.where
     if case.left.header.trainer is not None:
-        return option_of_others_acts(case, option.rpartition(".")[2])
+        name = option.rpartition(".")[2]
+        if NO_NUMBER.fullmatch(name):
+            return False, "names files or services, and acts on no number"
+        if case.step == case.left.steps[0] and stage != "weights" and OF_OPTIMIZER.fullmatch(name):
+            return False, "acts later, from the weights on"
+        return True, f"where this option of {case.left.header.trainer} acts is not known"
     for record, value in ((case.left, item.current), (case.right, item.recorded)):
         if is_new_option_at_default(option, value, record.header.config):
             return False, "is at its default, and unknown to the version of the other run"
@@ -140,16 +145,6 @@ def option_acts(case: Case, item: Difference) -> tuple[bool, str]:
     ):
         return False, f"does not act on {case.kind_of_batch}"
     return True, f"acts on the {acts}" + (" and after" if acts != stage else "")
-
-
-def option_of_others_acts(case: Case, name: str) -> tuple[bool, str]:
-    """Judge an option of another trainer by the last part of its name."""
-    if NO_NUMBER.fullmatch(name):
-        return False, "names files or services, and acts on no number"
-    is_first = case.step == case.left.steps[0]
-    if is_first and case.first.stage != "weights" and OF_OPTIMIZER.fullmatch(name):
-        return False, "acts later, from the weights on"
-    return True, f"where this option of {case.left.header.trainer} acts is not known"
 
 
 def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Finding]:
@@ -306,7 +301,13 @@ def data_finding(case: Case) -> Finding | None:
         return finding("tool" if first.name == "tool result" else "mask", command, **counts)
     if case.kind_of_batch == "data":
         if first.name == "input_ids" and first.place is not None and not first.place.in_prompt:
-            return answers_finding(case, command)
+            here, there = prompts_of(case.left.step(case.step), case.right.step(case.step), part=0)
+            other = [name for name in here if there.get(name) != here[name]]
+            exchanged = all(
+                there.get((prompt, 1 - sample)) == here[prompt, sample] for prompt, sample in other
+            )
+            key = "exchanged" if exchanged else "answers"
+            return finding(key, command, differing=len(other), total=len(here))
         if aligned := aligned_finding(case, command):
             return aligned
         here, there = prompts_of(case.left.step(case.step), case.right.step(case.step))
@@ -316,7 +317,13 @@ def data_finding(case: Case) -> Finding | None:
         is_shared = share_a_prompt(case.left, case.right, common_steps(case.left, case.right))
         return order_finding(case, command) if is_shared else finding("prompts", command)
     if first.name == "rewards":
-        if unnamed := reward_code_unknown(case):
+        names = " and ".join(
+            name
+            for name, record in (("A", case.left), ("B", case.right))
+            if not (code := code_of(record.header)).get("reward_fn") and code.get("commit") is None
+        )
+        if names:
+            unnamed = f"the code of {names} is not recorded, so it may be an edit or chance"
             return finding("rewards_by_unknown_code", command, unnamed)
         return finding("rewards", command)
     return None
@@ -358,27 +365,6 @@ def order_finding(case: Case, command: str) -> Finding:
         for record in (case.left, case.right)
     )
     return finding("order_of_data" if in_order else "order", command)
-
-
-def answers_finding(case: Case, command: str) -> Finding:
-    """Judge answers of a data set that differ after equal prompts."""
-    here, there = prompts_of(case.left.step(case.step), case.right.step(case.step), part=0)
-    differing = [name for name in here if there.get(name) != here[name]]
-    is_exchanged = all(
-        there.get((prompt, 1 - sample)) == here[prompt, sample] for prompt, sample in differing
-    )
-    key = "exchanged" if is_exchanged else "answers"
-    return finding(key, command, differing=len(differing), total=len(here))
-
-
-def reward_code_unknown(case: Case) -> str:
-    """Return a sentence if a record names neither its reward function nor its commit, else ""."""
-    names = " and ".join(
-        name
-        for name, record in (("A", case.left), ("B", case.right))
-        if not (code := code_of(record.header)).get("reward_fn") and code.get("commit") is None
-    )
-    return names and f"the code of {names} is not recorded, so it may be an edit or chance"
 
 
 def shown(value: Any) -> str:

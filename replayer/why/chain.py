@@ -149,7 +149,11 @@ def find_cause(case: Case, settings: Sequence[Setting], options: Options) -> Fin
     config = [*model_candidates(case, settings), *config_candidates(case, settings)]
     config.sort(key=lambda candidate: candidate.distance)
     if case.weights_before is False and not config:
-        return before_the_records(case)
+        unknown = unknown_finding(
+            case, "the weights differ already before the first step that both records have"
+        )
+        what = "the runs had other weights before the first step that both records have"
+        return replace(unknown, cause=replace(unknown.cause, what=what), confidence="high")
     around = [*outside_candidates(case), *environment_candidates(case, settings)]
     around.sort(key=lambda candidate: candidate.distance)
     if not config and around and around[0].distance < 0:  # the user's own code
@@ -173,7 +177,11 @@ def find_cause(case: Case, settings: Sequence[Setting], options: Options) -> Fin
     if code is not None:
         found = code_finding(case, code, bool(around), options if can_replay else without_replay)
         if found is not None:
-            return with_engine(case, found, options).with_evidence(*notes)
+            engine = engine_finding(case, options)
+            if engine is not None and engine.cause.kind == "engine":
+                cause = replace(found.cause, kind="engine", what=f"{engine.cause.what}; {found.cause.what}")
+                found = replace(engine, cause=cause, next=found.next).with_evidence(*found.evidence)
+            return found.with_evidence(*notes)
         notes += ("A has the same numbers by the code of both commits",)
     if around:
         return around[0].sure("high" if len(around) == 1 and not notes else "medium", *notes)
@@ -186,21 +194,6 @@ def find_cause(case: Case, settings: Sequence[Setting], options: Options) -> Fin
     return without_settings(case, options).with_evidence(*notes)
 
 
-def before_the_records(case: Case) -> Finding:
-    found = unknown_finding(case, "the weights differ already before the first step that both records have")
-    what = "the runs had other weights before the first step that both records have"
-    return replace(found, cause=replace(found.cause, what=what), confidence="high")
-
-
-def with_engine(case: Case, found: Finding, options: Options) -> Finding:
-    """Return a commit's finding with what its engine did, if the engine can be asked and did it."""
-    engine = engine_finding(case, options)
-    if engine is None or engine.cause.kind != "engine":
-        return found
-    cause = replace(found.cause, kind="engine", what=f"{engine.cause.what}; {found.cause.what}")
-    return replace(engine, cause=cause, next=found.next).with_evidence(*found.evidence)
-
-
 def report_of(
     case: Case,
     settings: Sequence[Setting],
@@ -210,6 +203,11 @@ def report_of(
 ) -> WhyReport:
     """Collect the answer."""
     report, pattern = case.report, case.pattern
+    equal = ["weights before the step"] if case.weights_before else []
+    own = compare_own_code(case.left.header, case.right.header, case.is_replay)
+    equal += [f"{NAMES[one.role].format(one.name)} of {one.file}" for one in own if not one.changed]
+    earlier = STAGES[: STAGES.index(case.first.stage)]
+    equal += [stage for stage in earlier if stage not in report.not_compared]
     last = common_steps(case.left, case.right)[-1]
     ends_equal = same_weights(case.left.step(last), case.right.step(last))
     return WhyReport(
@@ -230,16 +228,5 @@ def report_of(
         also=also,
         not_known=(*report.not_known, *unknown_code(case.left.header, case.right.header)),
         not_compared=report.not_compared,
-        equal=equal_before(case),
+        equal=tuple(equal),
     )
-
-
-def equal_before(case: Case) -> tuple[str, ...]:
-    """Return what is equal before the difference: the weights, and earlier stages of the step."""
-    found = []
-    if case.weights_before:
-        found.append("weights before the step")
-    earlier = STAGES[: STAGES.index(case.first.stage)]
-    own = compare_own_code(case.left.header, case.right.header, case.is_replay)
-    found += [f"{NAMES[one.role].format(one.name)} of {one.file}" for one in own if not one.changed]
-    return (*found, *(stage for stage in earlier if stage not in case.report.not_compared))

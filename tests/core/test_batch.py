@@ -59,11 +59,6 @@ def with_pictures(*pictures_of_rows):
     }
 
 
-def assert_same_pictures(batch, expected):
-    keys = {"image_count", *B.PER_IMAGE, *B.PER_ENTRY}
-    assert_same({key: batch[key] for key in keys}, {key: expected[key] for key in keys})
-
-
 PICTURES = st.lists(st.lists(st.text("abcdef", min_size=1, max_size=5), max_size=3), min_size=1, max_size=6)
 
 
@@ -71,7 +66,9 @@ PICTURES = st.lists(st.lists(st.text("abcdef", min_size=1, max_size=5), max_size
 def test_pictures_are_selected_with_their_rows(pictures, data):
     chosen = data.draw(st.lists(st.integers(0, len(pictures) - 1), max_size=8))
     selected = B.select_rows(with_pictures(*pictures), chosen)
-    assert_same_pictures(selected, with_pictures(*[pictures[i] for i in chosen]))
+    expected = with_pictures(*[pictures[i] for i in chosen])
+    keys = {"image_count", *B.PER_IMAGE, *B.PER_ENTRY}
+    assert_same({key: selected[key] for key in keys}, {key: expected[key] for key in keys})
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3))

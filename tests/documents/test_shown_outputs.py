@@ -152,10 +152,6 @@ DOTTED = re.compile(rf"(?<![\w./-])(?:{SECTIONS})(?:\.[a-z_0-9]+)+(?![\w.*(/{{])
 OTHER_OPTIONS = {Path("CHANGELOG.md")}
 
 
-def commands_in_blocks(text: str) -> list[str]:
-    return LINE.findall("\n".join(BLOCK.findall(text)).replace("\\\n", " "))
-
-
 def commands_in_sentences(text: str) -> Iterator[str]:
     """Commands in `code`; two commands that differ in a word are written `a|b`."""
     for code in re.findall(r"`([^`]+)`", BLOCK.sub("", text)):
@@ -197,7 +193,8 @@ def mistake(command: str, is_complete: bool = True) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_shown_commands_are_accepted(page: Path) -> None:
     text = (ROOT / page).read_text()
-    found = {command: mistake(command) for command in commands_in_blocks(text)}
+    blocks = "\n".join(BLOCK.findall(text)).replace("\\\n", " ")
+    found = {command: mistake(command) for command in LINE.findall(blocks)}
     found |= {command: mistake(command, is_complete=False) for command in commands_in_sentences(text)}
     assert {command: why for command, why in found.items() if why} == {}
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from recorder.trainers.unpickle import load_bytes
 
 from ..importers import dataproto, eras, lines, pickled
 from .fuzz_records import read_everything
-from .inputs import Case, Edit, Files, pickle_edit
+from .inputs import Case, Files, pickle_edit
 from .targets import Target, read_folder
 
 WRITERS = {
@@ -77,10 +76,6 @@ def run_import(case: Case, box: Path) -> None:
     source = case.write(box / "source")
     import_record(source, box / "record", name)
     read_everything(open_record(box / "record"))
-
-
-def import_edit(chance: random.Random) -> Edit:
-    return ["file", FORMAT, format_of(chance.choice(list(WRITERS))).decode()]
 
 
 # Pickles, in this process: what the restricted child does
@@ -169,7 +164,12 @@ def names_in(document: Any) -> set[str]:
 
 
 TARGETS = {
-    "importers": Target(import_bases, run_import, (ValueError,), import_edit),
+    "importers": Target(
+        import_bases,
+        run_import,
+        (ValueError,),
+        lambda chance: ["file", FORMAT, format_of(chance.choice(list(WRITERS))).decode()],
+    ),
     "pickles": Target(pickle_bases, run_pickle, (RecordError,), pickle_edit),
     "trees": Target(tree_bases, run_tree, (RecordError,)),
 }

@@ -81,14 +81,6 @@ PIECES = [
 ]
 
 
-def name_bases(folder: Path) -> dict[str, Files]:
-    return {name: {"name": name.encode()} for name in ("steps/000001/step.json", "a", "a/b/c")}
-
-
-def name_edit(chance: random.Random) -> Edit:
-    return ["text", "name", "/".join(chance.choices(PIECES, k=chance.choice([1, 2, 3, 5, 20])))]
-
-
 def run_name(case: Case, box: Path) -> None:
     """An accepted name leaves its folder neither by its parts nor through a link."""
     name = case.files["name"].decode("utf-8", "surrogateescape")
@@ -114,5 +106,10 @@ def run_name(case: Case, box: Path) -> None:
 
 TARGETS = {
     "expression": Target(filter_bases, run_filter, (WrongFilter,), filter_edit),
-    "names": Target(name_bases, run_name, (UnsafeName,), name_edit),
+    "names": Target(
+        lambda _: {name: {"name": name.encode()} for name in ("steps/000001/step.json", "a", "a/b/c")},
+        run_name,
+        (UnsafeName,),
+        lambda chance: ["text", "name", "/".join(chance.choices(PIECES, k=chance.choice([1, 2, 3, 5, 20])))],
+    ),
 }

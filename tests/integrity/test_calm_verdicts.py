@@ -313,10 +313,6 @@ def no_logprobs(batch: dict[str, np.ndarray]) -> None:
     batch["logprobs"][:] = np.nan
 
 
-def nothing_sampled(batch: dict[str, np.ndarray]) -> None:
-    batch["loss_mask"][:] = 0
-
-
 KINDS = ("bit", "missing", "other step's")
 CASES = [
     *(
@@ -341,7 +337,7 @@ CASES = [
         for kind in ("bit", "missing")
     ),
     Case("consistency", "logprobs", "absent", partial(sampled, no_logprobs)),
-    Case("consistency", "tokens", "absent", partial(sampled, nothing_sampled)),
+    Case("consistency", "tokens", "absent", partial(sampled, lambda batch: batch["loss_mask"].fill(0))),
     Case("consistency", "weights", "stale", partial(other_weights, None)),
     Case("consistency", "weights", "absent", updated),
     Case("hang", "samples", "absent", one_sample),

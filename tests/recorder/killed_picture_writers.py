@@ -31,11 +31,10 @@ def record(folder, options, first_step):
     writer("end", steps=NUM_STEPS, error=None)
 
 
-def record_all(folder):
-    record(folder, OPTIONS, 0)
-
-
 if __name__ == "__main__":
     kill_at_calls(
-        Path(sys.argv[1]), record_all, ("fsync", "mkdir", "rename", "unlink", "rmdir"), int(sys.argv[2])
+        Path(sys.argv[1]),
+        lambda folder: record(folder, OPTIONS, 0),
+        ("fsync", "mkdir", "rename", "unlink", "rmdir"),
+        int(sys.argv[2]),
     )

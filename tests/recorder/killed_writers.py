@@ -65,10 +65,6 @@ def kill_at_calls(root, record, names, every=1):
             return
 
 
-def record_two_steps(folder):
-    record_steps(folder, 0, 1, alone, RecordingOptions(), num_steps=2)
-
-
 def gatherers(num_ranks):
     """Return a collective of one or two processes, over a pipe."""
     if num_ranks == 1:
@@ -127,7 +123,11 @@ def kill_at_random_times(root, num_ranks, queue_steps, keep_last, trials):
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     if sys.argv[2] == "stages":
-        kill_at_calls(folder, record_two_steps, ("fsync", "mkdir", "rename", "unlink"))
+        kill_at_calls(
+            folder,
+            lambda f: record_steps(f, 0, 1, alone, RecordingOptions(), num_steps=2),
+            ("fsync", "mkdir", "rename", "unlink"),
+        )
     else:
         num_ranks, queue_steps, keep_last, trials = map(int, sys.argv[3:])
         kill_at_random_times(folder, num_ranks, queue_steps, keep_last or None, trials)

@@ -58,10 +58,6 @@ def test_an_option_younger_than_a_record_differs_from_it_only_by_another_value(
     assert is_new_option_at_default(option, value, recorded) is expected
 
 
-def as_tensors(batch):
-    return {key: torch.from_numpy(array) for key, array in batch.items()}
-
-
 def assert_same_bits(left, right):
     assert set(left) == set(right)
     for key in left:
@@ -85,7 +81,8 @@ def test_each_rank_gets_its_own_batch_of_each_step_bit_for_bit(tmp_path):
     for rank in (0, 1):
         source: RolloutSource = RecordedRollouts(record, rank, 2)
         for step in (0, 1, 2, 1):
-            expected = as_tensors(scripted_batch([3, 8, 6, 4], seed=100 * step + rank))
+            batch = scripted_batch([3, 8, 6, 4], seed=100 * step + rank)
+            expected = {key: torch.from_numpy(array) for key, array in batch.items()}
             assert_same_bits(source.next_batch(step, version=step), expected)
 
 

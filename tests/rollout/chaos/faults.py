@@ -74,22 +74,10 @@ def repeat_tokens(reply: dict[str, Any]) -> None:
     set_count(reply, len(entries(reply)))
 
 
-def drop_token(reply: dict[str, Any]) -> None:
-    entries(reply).pop()
-
-
 def drop_all_tokens(reply: dict[str, Any]) -> None:
     reply["meta_info"] |= {"output_token_logprobs": [], "finish_reason": {"type": "stop", "matched": 0}}
     reply["output_ids"] = []
     set_count(reply, 0)
-
-
-def change_finish(reply: dict[str, Any]) -> None:
-    reply["meta_info"]["finish_reason"] = {"type": "weird"}
-
-
-def drop_finish(reply: dict[str, Any]) -> None:
-    del reply["meta_info"]["finish_reason"]
 
 
 def change_version(reply: dict[str, Any]) -> None:
@@ -108,10 +96,10 @@ WRONG_JSON: dict[str, Callable[[dict[str, Any]], None]] = {
     "id_outside_vocabulary": with_token(FAR_ID),
     "negative_id": with_token(-3),
     "too_many_tokens": repeat_tokens,
-    "wrong_count": drop_token,
+    "wrong_count": lambda reply: entries(reply).pop(),
     "no_tokens": drop_all_tokens,
-    "unknown_finish": change_finish,
-    "missing_finish": drop_finish,
+    "unknown_finish": lambda reply: reply["meta_info"].update(finish_reason={"type": "weird"}),
+    "missing_finish": lambda reply: reply["meta_info"].pop("finish_reason"),
     "unknown_version": change_version,
 }
 # Each is a body that is no reply at all, with status 200.
