@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replayer.crosscheck.options import Options
+from replayer.crosscheck.options import CISPO, Options
 from replayer.crosscheck.step_rows import Floats, StepRows
 from replayer.crosscheck.their_configs import TABLES, TRL_AGGREGATIONS, as_trl, as_verl, with_none
 from replayer.crosscheck.twin import LossInputs, correction, groups_of, mask_of
@@ -98,9 +97,10 @@ class Trl:
 
     def loss(self, given: LossInputs, options: Options) -> tuple[float, Tensor]:
         """Compute the loss of an update, and its gradient by `given.current`. Raises CannotRun."""
-        kinds = {aggregation: kind for kind, aggregation in TRL_AGGREGATIONS.items() if kind != "bnpo"}
+        kinds = {how: kind for kind, how in TRL_AGGREGATIONS.items() if kind not in ("bnpo", "cispo")}
         if options.aggregation not in kinds:
             raise CannotRun(f"TRL has no aggregation {options.aggregation}")
+        high = options.clip_low if options.clip_high is None else options.clip_high
         mask = given.mask.long()
         inputs = {
             "prompt_ids": mask[:, :0],
@@ -117,10 +117,10 @@ class Trl:
             stand_in = trl_stand_in(
                 _get_per_token_logps_and_entropies=lambda *_, **__: (current, 0 * current.detach(), None),
                 beta=options.kl_coef,
-                loss_type=kinds[options.aggregation],
+                loss_type="cispo" if options.clipped == CISPO else kinds[options.aggregation],
                 importance_sampling_level=options.ratio_level,
                 epsilon_low=options.clip_low,
-                epsilon_high=options.clip_low if options.clip_high is None else options.clip_high,
+                epsilon_high=high + (options.clipped == CISPO),
                 max_completion_length=options.max_length,
             )
             if options.correction is not None:
@@ -200,7 +200,9 @@ class Verl:
 
     def loss(self, given: LossInputs, options: Options) -> tuple[float, Tensor]:
         config_class = imported("verl.workers.config").ActorConfig
-        sequence = options.ratio_level == "sequence"
+        mode = (
+            "cispo" if options.clipped == CISPO else "vanilla" if options.ratio_level == "token" else "gspo"
+        )
         config = config_class(
             strategy="fsdp",
             rollout_n=1,
@@ -216,7 +218,7 @@ class Verl:
         mask = given.mask.double()
 
         def compute(current: Tensor) -> Tensor:
-            loss: Tensor = self.algorithms.get_policy_loss_fn("gspo" if sequence else "vanilla")(
+            loss: Tensor = self.algorithms.get_policy_loss_fn(mode)(
                 old_log_prob=current.detach() if given.old is None else given.old,
                 log_prob=current,
                 advantages=given.advantages,
@@ -237,8 +239,3 @@ class Verl:
 
 Framework = Trl | Verl
 FRAMEWORKS: dict[str, type[Framework]] = {"trl": Trl, "verl": Verl}
-
-
-def describe(framework: Framework) -> str:
-    """Return name and version."""
-    return f"{framework.name} {version(framework.name.lower())}"

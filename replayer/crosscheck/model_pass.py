@@ -5,6 +5,7 @@ float32 measures how far float32 is from that.
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -39,12 +40,16 @@ class ModelPass:
         exact, rounded = found
         return exact, NOISE_FACTOR * float(np.abs(exact - rounded).max()) + UNIT
 
-    def norm(self, rows: StepRows, update: Update, gradient: Tensor) -> tuple[float, float]:
-        """Return the norm of a gradient, given [n, T] by log-probs, and the noise of float32."""
+    def norm(
+        self, rows: StepRows, update: Update, gradient: Tensor, parts: Tensor, limit: float = inf
+    ) -> tuple[float, float]:
+        """Return the norm of a gradient, given [n, T] by log-probs and clipped after `parts` [n], and its noise."""
         norms = []
         for model, routers in self.models:
             model.zero_grad()
             for number, row in enumerate(update.rows.tolist()):
+                if limit < inf and number and parts[number] != parts[number - 1]:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
                 if gradient[number].any():
                     logprobs = self.row(model, routers, rows, row)
                     logprobs.backward(gradient[number, : len(logprobs)].to(logprobs.dtype))

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from math import inf, isnan
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import numpy as np
 
 from areal_core.config.vision_checks import model_type
 from recorder.environment import folder_identity
-from replayer.crosscheck.frameworks import FRAMEWORKS, CannotRun, Framework, describe
+from replayer.crosscheck.frameworks import FRAMEWORKS, CannotRun, Framework
 from replayer.crosscheck.model_pass import ModelPass, load_pass
 from replayer.crosscheck.options import KNOWN, STAGES, Change, Explanation, Options, explain, sentence
-from replayer.crosscheck.step_rows import Bools, Floats, StepRows, Update
+from replayer.crosscheck.shape import is_of_others, shape_of
+from replayer.crosscheck.step_rows import Floats, StepRows, Update
 from replayer.crosscheck.their_configs import TABLES, Configured, options_of
 from replayer.crosscheck.twin import (
     UNIT,
@@ -23,6 +25,7 @@ from replayer.crosscheck.twin import (
     Loss,
     LossInputs,
     advantages_of,
+    divisor_of,
     exactly,
     kl_rewards,
     loss_inputs,
@@ -36,6 +39,13 @@ from replayer.errors import WrongModel
 
 SMALLEST = 2.0**-126
 OF_PARTS = 1e-5  # that a sum of logged parts may be off
+NEARER = 0.5  # of a difference, that an explanation may leave: one of larger bounds alone explains nothing
+WHOLE, TYPICAL = (
+    0.02,
+    8.0,
+)  # how uncertain a whole number may be; worst-case bounds are so many times usual errors
+SAME = 1 / 3  # of that distance, within which two log-probs are of the same weights
+APART = 0.02  # nats a token between two passes of a trainer with the same weights: bfloat16 has less
 SMALL_MODEL = 2 * 10**9  # bytes of weights that are loaded to see in which dtype a run computed
 PARTS: dict[str, list[str]] = TABLES["parts"]
 NO_GRADIENT = 1e-7  # norm of a gradient that is 0 but for the rounding of recorded log-probs
@@ -65,6 +75,10 @@ class Observation:
         # a recomputed nan or inf fits nothing
         return np.where(np.isnan(self.recorded), 0.0, np.where(np.isnan(misfit), np.inf, misfit))
 
+    def distance(self, found: Bounded) -> float:
+        """Return the largest difference."""
+        return float(np.nanmax(np.abs(self.recorded - found.value), initial=0.0))
+
 
 def observations_of(rows: StepRows, configured: Options) -> list[Observation]:
     """List what was recorded of the stages before the loss, in the order of computation."""
@@ -73,7 +87,15 @@ def observations_of(rows: StepRows, configured: Options) -> list[Observation]:
         for name, how in REWARD_STATISTICS.items()
         if name in rows.stats
     ]
-    found += mask_observations(rows, configured)
+    if f"{OURS}n_valid_tokens" in rows.stats:
+        count = np.asarray(rows.stats[f"{OURS}n_valid_tokens"])
+        found.append(Observation("mask", "n_valid_tokens", count, lambda o: exactly(mask_of(rows, o).sum())))
+    if "advantages" in rows.tensors:
+        counted = where_counted(rows, rows.tensors["advantages"], configured)
+        known = np.nan_to_num(counted).any(1, keepdims=True) & ~np.isnan(counted)
+        is_counted = np.where(known, counted != 0, np.nan)
+        name = "tokens with an advantage"
+        found.append(Observation("mask", name, is_counted, lambda o: exactly(mask_of(rows, o))))
     recorded = rows.tensors
     if "kl_rewards" in recorded:
         found.append(Observation("kl", "kl_rewards", recorded["kl_rewards"], partial(kl_rewards, rows)))
@@ -81,7 +103,6 @@ def observations_of(rows: StepRows, configured: Options) -> list[Observation]:
             total = np.where(rows.mask, recorded["total_rewards"] - recorded["kl_rewards"], 0.0).sum(1)
             found.append(Observation("advantages", "normalised rewards", total, partial(terminal, rows)))
     if "advantages" in recorded:
-        counted = where_counted(rows, recorded["advantages"], configured)
         return [*found, Observation("advantages", "advantages", counted, partial(advantages_of, rows))]
     return found + [
         statistic(rows, "advantages", name, how, lambda o: advantages_of(rows, o).at(mask_of(rows, o)))
@@ -105,24 +126,6 @@ def terminal(rows: StepRows, options: Options) -> Bounded:
     return Bounded(np.where(counts, found.value, 0.0), found.error + 4 * UNIT * size)
 
 
-def mask_observations(rows: StepRows, configured: Options) -> list[Observation]:
-    found = []
-    if f"{OURS}n_valid_tokens" in rows.stats:
-        count = np.asarray(rows.stats[f"{OURS}n_valid_tokens"])
-        found.append(Observation("mask", "n_valid_tokens", count, lambda o: exactly(mask_of(rows, o).sum())))
-    if "advantages" in rows.tensors:
-        advantages = where_counted(rows, rows.tensors["advantages"], configured)
-        has_any: Bools = np.asarray(np.nan_to_num(advantages).any(1))
-        known = has_any[:, None] & ~np.isnan(advantages)
-        found.append(
-            Observation(
-                "mask", "tokens with an advantage", np.where(known, advantages != 0, np.nan),
-                lambda o: exactly(mask_of(rows, o)),
-            )
-        )  # fmt: skip
-    return found
-
-
 def where_counted(rows: StepRows, values: Floats, configured: Options) -> Floats:
     """Return values with nan at tool tokens and in rows that do not count: some give a row one number."""
     tools = mask_of(rows, Options(mask="everything after the prompt")) & ~rows.mask
@@ -142,7 +145,6 @@ def reduced(values: Bounded, how: str) -> Bounded:
     return Bounded(np.asarray(values.value.flat[at]), np.asarray(values.error.max()))
 
 
-BEFORE_LOSS = STAGES[:4]
 SHOWN_ROWS = 50
 UNKNOWN = "unknown: no option that is known here explains the recorded values"
 
@@ -255,17 +257,22 @@ class Comparison:
         options = self.configured.options
         is_own = self.framework is None or self.framework.name.lower() == self.configured.trainer
         self.base = options if self.framework is None or is_own else self.framework.view(options)
+        self.balance = next((v for name, v in self.rows.stats.items() if name in PARTS["balance"]), 0.0)
         self.explained = options  # inputs that were not recorded follow the record's own options
         self.source = self.configured.source if self.framework is None else f"{self.framework.name} has"
 
     def run(self) -> Opinion:
         """Compare all stages."""
         observed = observations_of(self.rows, self.configured.options)
-        for stage in BEFORE_LOSS:
+        for stage in STAGES[:4]:  # before the loss
             self.compare([one for one in observed if one.stage == stage], stage)
         self.compare_loss()
         self.compare_gradient()
-        name = "float64" if self.framework is None else describe(self.framework)
+        name = (
+            "float64"
+            if self.framework is None
+            else f"{self.framework.name} {version(self.framework.name.lower())}"
+        )
         return Opinion(name, tuple(self.found))
 
     def skip(self, stage: str, reason: str | None) -> None:
@@ -288,20 +295,24 @@ class Comparison:
             values = [Bounded(theirs, advantages_of(self.rows, self.base).error)]
         else:
             values = [one.recompute(self.base) for one in observed]
-        pairs = zip(observed, values, strict=True)
-        wrong = next(((one, value) for one, value in pairs if (one.misfit(value) > 1).any()), None)
-        if wrong is None:
+        misfits = [one.misfit(value) for one, value in zip(observed, values, strict=True)]
+        first = next((at for at, of in enumerate(misfits) if (of > 1).any()), None)
+        if first is None:
             self.found.append(StageOpinion(stage, "equal", what=", ".join(one.name for one in observed)))
             return
 
         def misfit(options: Options) -> float:
-            return max(float(one.misfit(one.recompute(options)).max()) for one in observed)
+            again = [one.recompute(options) for one in observed]
+            if one.distance(again[first]) > NEARER * one.distance(values[first]):
+                return inf
+            return max(float(of.misfit(value).max()) for of, value in zip(observed, again, strict=True))
 
-        found = Explanation()
+        one, found = observed[first], Explanation()
+        shape = shape_of(self.rows, one.recorded, values[first].value, misfits[first] > 1)
         if stage != "rewards":  # recorded rewards depend on no option
-            is_number = wrong[1].value.ndim == 0 and len(observed) == 1
-            found = self.explain(stages, misfit, is_number=is_number)
-        self.differs(stage, wrong[0].name, found, **where(self.rows, *wrong))
+            is_number = one.recorded.ndim == 0 and len(observed) == 1
+            found = self.explain(stages, misfit, pairs=shape is None and not is_number)
+        self.differs(stage, one.name, found, shape, **where(self.rows, one, values[first]))
 
     def explain(self, stages: Sequence[str], misfit: Callable[[Options], float], **how: Any) -> Explanation:
         how = {"counts": self.configured.counts.values()} | how
@@ -351,10 +362,12 @@ class Comparison:
         # raw rewards are checked, shaped ones are not recorded
         return [one for one in before if one == "rewards" or one not in checked] + [stage]
 
-    def differs(self, stage: str, what: str, found: Explanation, **location: Any) -> None:
+    def differs(
+        self, stage: str, what: str, found: Explanation, shape: str | None = None, **location: Any
+    ) -> None:
         """Add a stage that differs, with its explanation if there is one."""
-        first = () if found.by_chance else found.changes
         open_stages = self.open_stages(stage)
+        first = found.changes
         of_changes = [KNOWN[change.option].stage for change in first]
         named = min((one for one in of_changes if one in open_stages), key=STAGES.index, default=stage)
         if named != stage:
@@ -362,11 +375,13 @@ class Comparison:
             self.found.append(
                 StageOpinion(stage, "differs", what, option=f"follows from {named}", changes=first)
             )
-        option = sentence(first, found.others, self.source, self.configured.counts) if first else UNKNOWN
-        if found.by_chance:
-            option += f"; perhaps {sentence(found.changes, (), self.source)}"
-        location["others"] = (found.changes,) if found.by_chance else found.others
-        self.found.append(StageOpinion(named, "differs", what, option=option, changes=first, **location))
+        unknown = UNKNOWN if shape is None else f"{UNKNOWN}: {shape}"
+        option = sentence(first, found.others, self.source, self.configured.counts) if first else unknown
+        self.found.append(
+            StageOpinion(
+                named, "differs", what, option=option, changes=first, others=found.others, **location
+            )
+        )
         self.found.sort(key=lambda opinion: STAGES.index(opinion.stage))
         changed = {change.option: change.recorded for change in first}
         self.base = replace(self.base, **changed)  # later stages are not accused of the same
@@ -375,7 +390,7 @@ class Comparison:
 
     def compare_loss(self) -> None:
         self.updates, reasons = self.known_updates()
-        if self.differs_by_parts():
+        if self.differs_by_parts() or self.differs_by_old():
             return
         compared = [update for update in self.updates if update.loss is not None]
         if not compared:
@@ -405,8 +420,10 @@ class Comparison:
             return max(loss_misfit(update, self.twin_loss(update, options)) for update in compared)
 
         stages = [*dict.fromkeys(("mask", *self.open_stages("loss")))]
-        found = self.explain(stages, misfit, is_number=len(compared) == 1)
         wrong, own = next(pair for pair in zip(compared, tried[best], strict=True) if loss_misfit(*pair) > 1)
+        found = self.explain(stages, misfit, pairs=len(compared) > 1)
+        if not found.changes and len(compared) == 1:
+            found = self.by_divisor(wrong, own) or found
         self.differs(
             "loss",
             f"loss of {self.named([wrong])}",
@@ -414,7 +431,6 @@ class Comparison:
             recorded=wrong.loss,
             recomputed=own.value,
             allowed=own.error,
-            **self.moved_rows(wrong, own, found.changes),
         )
 
     def differs_by_parts(self) -> bool:
@@ -425,7 +441,7 @@ class Comparison:
         lacks = any(weight and not logged[part] for part, weight in needed.items())
         if self.framework is not None or lacks:
             return False
-        total, policy, kl, entropy = (next(iter(logged[part]), 0.0) for part in PARTS)
+        total, policy, kl, entropy, _ = (next(iter(logged[part]), 0.0) for part in PARTS)
         allowed = OF_PARTS * (abs(total) + abs(policy))
 
         def added(options: Options) -> float:
@@ -438,9 +454,43 @@ class Comparison:
             return False
         found = self.explain(["loss"], misfit, pairs=False)
         if found.changes:
-            place = {"recorded": total, "recomputed": added(self.base), "allowed": allowed}
+            place: dict[str, Any] = {"recorded": total, "recomputed": added(self.base), "allowed": allowed}
             self.differs("loss", "the loss and its logged parts", found, **place)
         return bool(found.changes)
+
+    def differs_by_old(self) -> bool:
+        """Add a difference of old log-probs from those of the only update, which starts from the same weights."""
+        tensors, mask = self.rows.tensors, self.rows.mask
+        is_one = self.base.old_logprobs == "trainer" and len(self.updates) == len(self.rows.updates) == 1
+        has_both = {"current_logp", "prox_logp"} <= tensors.keys() and not self.rows.noise
+        if self.framework is not None or not is_one or not has_both:
+            return False
+        current, old = (np.where(mask, tensors[name], np.nan) for name in ("current_logp", "prox_logp"))
+        apart, of_engine = (float(np.nanmean(np.abs(current - x))) for x in (old, tensors["logprobs"]))
+        is_others = apart > APART and is_of_others(mask, old, current, APART)
+        if not is_others and (apart <= APART or of_engine >= SAME * apart):
+            return False
+        other = (
+            "rows" if is_others else "weights than the update starts from, whose log-probs are the engine's"
+        )
+        observed = Observation("loss", "old log-probs", old, lambda _: exactly(current))
+        place = where(self.rows, observed, Bounded(current, np.full(current.shape, APART)))
+        text = f"old log-probs are {apart:.2g} a token from those of the only update: they are those of other {other}"
+        self.found.append(StageOpinion("loss", "differs", observed.name, option=text, **place))
+        return True
+
+    def by_divisor(self, update: Update, own: Loss) -> Explanation | None:
+        """Explain a loss by another whole number that divides it; None if it would be one by chance."""
+        count = divisor_of(self.inputs(update, self.base), self.base)
+        if not count or not update.loss or not own.value:
+            return None
+        implied = count * own.value / update.loss
+        error = abs(implied * own.error / own.value) / TYPICAL
+        divisor = round(implied)
+        is_whole = error <= WHOLE and abs(implied - divisor) <= error + UNIT * divisor
+        return (
+            Explanation((Change("divisor", count, divisor),)) if 1 <= divisor != count and is_whole else None
+        )
 
     def named(self, some: Sequence[Update]) -> str:
         """Number optimizer steps: "optimizer steps 1, 2, 3"."""
@@ -461,6 +511,8 @@ class Comparison:
         with_entropy = any(update.with_kl for update in rows.updates) and options.entropy_coef
         if with_entropy and "entropy" not in rows.tensors:
             return [], ["the record has no entropies of its tokens, which the loss needs"]
+        if self.balance and options.balance_coef is None:
+            return [], ["the weight of the balancing loss of experts is not known, which is in the loss"]
         if "advantages" not in rows.tensors:
             doubted = next((one for one in self.found if one.stage == "advantages"), None)
             if doubted is not None and doubted.is_unexplained:
@@ -518,28 +570,16 @@ class Comparison:
     def twin_loss(self, update: Update, options: Options) -> Loss:
         found = loss_of(self.inputs(update, options), options)
         if update.with_kl:
-            return found
+            balance = (options.balance_coef or 0.0) * self.balance
+            return replace(found, value=found.value + balance, error=found.error + OF_PARTS * abs(balance))
         options = replace(options, kl_coef=0.0, entropy_coef=0.0)
         return replace(loss_of(self.inputs(update, options), options), gradient=found.gradient)
-
-    def moved_rows(self, update: Update, found: Loss, changed: tuple[Change, ...]) -> dict[str, Any]:
-        moved = np.ones(len(update.rows), bool)
-        if changed:
-            options = replace(self.base, **{c.option: c.recorded for c in changed})
-            shares = self.twin_loss(update, options).shares
-            own = self.twin_loss(update, self.base).shares
-            moved = np.abs(shares - own) > found.error / len(own)
-        differing = update.rows[moved]
-        return {
-            "rows": tuple(row_difference(self.rows, row) for row in differing[:SHOWN_ROWS].tolist()),
-            "num_rows": len(differing),
-        }
 
     def compare_gradient(self) -> None:
         compared = [update for update in self.updates if update.grad_norm is not None]
         loss = next(one for one in self.found if one.stage == "loss")
-        if self.base.entropy_coef:
-            self.skip("gradient", "the gradient of the entropy is not recomputed")
+        if self.base.entropy_coef or (self.base.balance_coef and self.balance):
+            self.skip("gradient", "the gradient of the entropy or of experts' balance is not recomputed")
             return
         if self.model is None or not compared or loss.verdict == "not checked":
             reason = self.no_model if self.model is None else loss.reason or "the record has no gradient norm"
@@ -550,7 +590,7 @@ class Comparison:
             own = self.loss(update, self.base)
             norm, noise = self.norm(update, own, self.base)
             if norm_misfit(update, norm, noise) > 1:
-                how: dict[str, Any] = {"is_number": True, "pairs": False, "counts": ()}
+                how: dict[str, Any] = {"pairs": False, "counts": ()}
                 found = self.explain(("loss", "gradient"), self.misfit_of_norm(update, own), **how)
                 self.differs(
                     "gradient",
@@ -559,7 +599,6 @@ class Comparison:
                     recorded=update.grad_norm,
                     recomputed=norm,
                     allowed=noise,
-                    **self.moved_rows(update, own, ()),
                 )
                 return
         self.found.append(StageOpinion("gradient", "equal", what))
@@ -567,9 +606,11 @@ class Comparison:
     def norm(self, update: Update, loss: Loss, options: Options) -> tuple[float, float]:
         """Return the gradient norm of a loss, as it is reported, and the noise of float32."""
         assert self.model is not None
-        parts = micro_batch_of(len(update.rows), options)[:, None]
-        kept = (parts == parts[-1]) | (options.gradient_of == Options.gradient_of)
-        norm, noise = self.model.norm(self.rows, update, loss.gradient * options.gradient_scale * kept)
+        parts = micro_batch_of(len(update.rows), options)
+        kept = (parts == parts[-1]) | (not options.gradient_of.endswith("the last micro-batch"))
+        limit = options.max_norm if "clipped" in options.gradient_of else inf
+        gradient = loss.gradient * options.gradient_scale * kept[:, None]
+        norm, noise = self.model.norm(self.rows, update, gradient, parts, limit)
         return (min(norm, options.max_norm) if options.norm == "after" else norm), noise
 
     def misfit_of_norm(self, update: Update, own: Loss) -> Callable[[Options], float]:
@@ -620,8 +661,11 @@ def where(rows: StepRows, observation: Observation, found: Bounded) -> dict[str,
     recorded, value = observation.recorded, found.value
     first = {place[0]: tuple(place) for place in np.argwhere(wrong)[::-1].tolist() if place}  # of each row
     listed = [
-        row_difference(rows, at[0], at[1] + 1 if at[1:] else None, float(recorded[at]), float(value[at]))
+        RowDifference(
+            rank, row, prompt, sample, at[1] + 1 if at[1:] else None, *map(float, (recorded[at], value[at]))
+        )
         for _, at in sorted(first.items())[:SHOWN_ROWS]
+        for rank, row, prompt, sample in [rows.place[at[0]].tolist()]
     ]
     at = tuple(np.argwhere(wrong)[0])
     return {
@@ -631,10 +675,6 @@ def where(rows: StepRows, observation: Observation, found: Bounded) -> dict[str,
         "recomputed": float(value[at]),
         "allowed": float(found.error[at] + UNIT * abs(recorded[at])),
     }
-
-
-def row_difference(rows: StepRows, row: int, *values: Any) -> RowDifference:
-    return RowDifference(*rows.place[row].tolist(), *values)
 
 
 TWIN = "float64"

@@ -49,6 +49,7 @@ class Options:
     grouping: str = "prompt"
     mean: str | None = "group"
     leave_one_out: bool = False
+    group_size: str = "of each group"
     std: str | None = "group"
     unbiased: bool = True
     std_of: str = "all rows"
@@ -69,11 +70,13 @@ class Options:
     token_eps: float = 1e-5
     token_inside_root: bool = False
     token_sets: str = "all tokens"
+    token_mean_of: str = "the tokens that count"
     context_parallel: int = 1
     micro_batches: int = 1
     old_logprobs: str = "rollout"
     correction: str | None = None
     correction_cap: float | None = None
+    correction_of: str = "trainer"
     ratio_level: str = "token"
     clip_low: float = 0.2
     clip_high: float | None = None
@@ -83,6 +86,7 @@ class Options:
     aggregation: str = "token-mean"
     max_length: int = 1
     empty_rows: str = "left out"
+    divisor: int | None = None
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     kl_weight: str | None = None
@@ -90,6 +94,7 @@ class Options:
     kl_mask: str = COUNTED
     kl_logprobs: str = "current"
     entropy_coef: float = 0.0
+    balance_coef: float | None = 0.0
     loss_scale: float = 1.0
     gradient_scale: float = 1.0
     gradient_of: str = "all micro-batches"
@@ -107,6 +112,7 @@ class Known:
 
 
 EXCHANGED = " of the exchanged arguments"
+CISPO = "the clipped ratio, as a weight of the log-prob"
 OF_RANKS = ("each context-parallel rank, in zigzag", "each context-parallel rank, in blocks")
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
@@ -191,30 +197,14 @@ Misfit = Callable[[Options], float]  # at most 1 where options explain a record
 
 @dataclass(frozen=True)
 class Explanation:
-    """Changes of options that explain recorded values; `others`: further ones, as small.
-
-    `by_chance`: several options were changed to fit a single number.
-    """
+    """Changes of options that explain recorded values; `others`: further ones, as small."""
 
     changes: tuple[Change, ...] = ()
     others: tuple[tuple[Change, ...], ...] = ()
-    by_chance: bool = False
 
 
 FACTORS = ("loss_scale", "gradient_scale")
-WEIGHTED = ("kl_reward_coef", "kl_coef", "entropy_coef", "teacher_coef", "beta")
-
-
-def single_changes(
-    base: Options, stages: Sequence[str], counts: Collection[int] = ()
-) -> Iterator[dict[str, Any]]:
-    """Yield what may have another value; `counts` may have divided or multiplied a weight."""
-    for name, known in KNOWN.items():
-        if known.stage in stages:
-            own, values = getattr(base, name), known.values
-            if name in WEIGHTED and own:
-                values = (*values, *(x for n in counts for x in (own / n, own * n)), -own)
-            yield from ({name: value} for value in dict.fromkeys(values) if value != own)
+WEIGHTED = ("kl_reward_coef", "kl_coef", "entropy_coef", "balance_coef", "teacher_coef", "beta")
 
 
 def explain(
@@ -223,7 +213,6 @@ def explain(
     stages: Sequence[str],
     misfit: Misfit,
     *,
-    is_number: bool = False,
     pairs: bool = True,
     counts: Collection[int] = (),
 ) -> Explanation:
@@ -233,11 +222,16 @@ def explain(
         preferred: what the record's own configuration says; the fewest of its values that explain
             the record come before pairs of the table's.
         stages: whose options may change; those of the last one come first where several explain it.
-        is_number: the recorded value is a single number, which a pair of options fits by chance.
-        pairs: also try pairs of the table's changes.
+        pairs: also try pairs of the table's changes, which fit a single number by chance.
         counts: numbers of micro-batches or ranks, by which a weight may have been divided.
     """
-    singles = list(single_changes(base, stages, counts))
+    singles = []
+    for name, known in KNOWN.items():
+        own, values = getattr(base, name), known.values
+        if name in WEIGHTED and own:
+            values = (*values, *(x for n in counts for x in (own / n, own * n)), -own)
+        if known.stage in stages:
+            singles += [{name: value} for value in dict.fromkeys(values) if value != own]
     fits = [(misfit(replace(base, **change)), change) for change in singles]
     found = [
         (next(iter(change)) in FACTORS, KNOWN[next(iter(change))].stage != stages[-1], size, change)
@@ -264,5 +258,5 @@ def explain(
         if time.monotonic() > until:
             break
         if left.keys() != right.keys() and misfit(replace(base, **left, **right)) <= 1:
-            return Explanation(changes(base, replace(base, **left, **right)), by_chance=is_number)
+            return Explanation(changes(base, replace(base, **left, **right)))
     return Explanation()

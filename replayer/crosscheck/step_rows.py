@@ -5,8 +5,9 @@ them needs torch and other people's packages, and never sees the files.
 """
 
 import base64
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -100,16 +101,39 @@ class StepRows:
     noise: float = 0.0
     experts: npt.NDArray[Any] | None = None
 
-    @property
+    @cached_property
     def groups(self) -> npt.NDArray[np.int64]:
         """Number of each row's prompt, [N], from 0."""
         return np.unique(self.place[:, 2], return_inverse=True)[1].astype(np.int64)
+
+    @cached_property
+    def fills(self) -> Bools:
+        """Whether a row is another one again, without a token that counts: it only fills a batch up, [N]."""
+        rows = [
+            (*place, *ids.tolist()) for place, ids in zip(self.place[:, 2:3], self.input_ids, strict=True)
+        ]
+        counts = Counter(rows)
+        return np.array([counts[row] > 1 for row in rows]) & ~self.mask.any(1)
 
 
 def read_confined(path: str, step: int | None, model: str | None = None) -> StepRows:
     """Read a step, by default the first, in a confined child. Raises what `read_rows` does."""
     folder = None if model is None else read_folder(model)
-    return from_json(in_child(lambda: to_json(read_rows(open_record(path), step, folder)), [path]))
+
+    def read() -> Any:
+        return msgspec.to_builtins(
+            read_rows(open_record(path), step, folder),
+            enc_hook=lambda array: (
+                str(array.dtype),
+                array.shape,
+                base64.b64encode(array.tobytes()).decode(),
+            ),
+        )
+
+    def array(_: Any, value: Any) -> npt.NDArray[Any]:
+        return np.frombuffer(base64.b64decode(value[2]), value[0]).reshape(value[1]).copy()
+
+    return msgspec.convert(in_child(read, [path]), StepRows, dec_hook=array)
 
 
 def read_rows(record: Record, step: int | None, given: Folder | None = None) -> StepRows:
@@ -128,7 +152,12 @@ def read_rows(record: Record, step: int | None, given: Folder | None = None) -> 
     recorded = record.step(step)
     ranks = range(recorded.manifest.num_ranks)
     batches = [recorded.batch(rank) for rank in ranks]
-    learning = [learning_of(recorded, rank) for rank in ranks]
+    learning: list[dict[str, npt.NDArray[Any]]] = []
+    for number in ranks:
+        file = recorded.manifest.batches.get(recorded.rank_name("learning", number, "safetensors"))
+        entries = {} if file is None else file.tensors
+        keys = [key for key in LEARNING if key in entries and entries[key].axis == "token"]
+        learning.append(recorded.learning(number, keys) if entries else {})
     lengths = np.concatenate([np.diff(batch["cu_seqlens"]) for batch in batches])
     present = np.arange(int(lengths.max(initial=1))) < lengths[:, None]
 
@@ -151,7 +180,10 @@ def read_rows(record: Record, step: int | None, given: Folder | None = None) -> 
     row = np.concatenate([np.arange(len(batch["rewards"])) for batch in batches])
     of_prompts = zip(ranks, batches, strict=True)
     prompts = [np.where(recorded.known(n, LENGTH), batch.get(LENGTH, -1), -1) for n, batch in of_prompts]
-    outcome = outcome_of(recorded)
+    try:
+        outcome = dict(recorded.outcome(0).stats)  # reduced over ranks
+    except StepNotRecorded:
+        outcome = {}
     experts = [batch[ROUTED_EXPERTS] for batch in batches if ROUTED_EXPERTS in batch]
     return StepRows(
         origin=origin_of(record, step, given),
@@ -186,48 +218,9 @@ def origin_of(record: Record, step: int, given: Folder | None) -> Origin:
     )
 
 
-def to_json(rows: StepRows) -> dict[str, Any]:
-    document: dict[str, Any] = msgspec.to_builtins(rows, enc_hook=array_json)
-    return document
-
-
-def from_json(document: Mapping[str, Any]) -> StepRows:
-    return msgspec.convert(document, StepRows, dec_hook=lambda _, value: array_of(value))
-
-
-def array_json(array: npt.NDArray[Any]) -> dict[str, Any]:
-    """Return dtype, shape and bytes of an array."""
-    return {
-        "dtype": str(array.dtype),
-        "shape": array.shape,
-        "base64": base64.b64encode(array.tobytes()).decode(),
-    }
-
-
-def array_of(value: Mapping[str, Any]) -> npt.NDArray[Any]:
-    return np.frombuffer(base64.b64decode(value["base64"]), value["dtype"]).reshape(value["shape"]).copy()
-
-
 def shifted(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Move columns left by one, so that position t describes token t + 1; the last becomes 0."""
     return np.concatenate([values[:, 1:], np.zeros_like(values[:, :1])], axis=1)
-
-
-def learning_of(recorded: RecordedStep, rank: int) -> dict[str, npt.NDArray[Any]]:
-    name = recorded.rank_name("learning", rank, "safetensors")
-    if name not in recorded.manifest.batches:
-        return {}
-    entries = recorded.manifest.batches[name].tensors
-    keys = [key for key in LEARNING if key in entries and entries[key].axis == "token"]
-    return recorded.learning(rank, keys)
-
-
-def outcome_of(recorded: RecordedStep) -> dict[str, float]:
-    """Return the statistics of a step, reduced over ranks; empty if none were recorded."""
-    try:
-        return dict(recorded.outcome(0).stats)
-    except StepNotRecorded:
-        return {}
 
 
 def updates_of(

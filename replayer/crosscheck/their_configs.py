@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from replayer.check import member
-from replayer.crosscheck.options import Options
+from replayer.crosscheck.options import CISPO, Options
 from replayer.crosscheck.step_rows import Origin
 from replayer.own_code import FIRST_STAGE
 
@@ -133,6 +133,7 @@ def of_ours(config: Mapping[str, Any]) -> Configured:
         **{f"token_{name}": value for name, value in tokens.items()},
         old_logprobs="trainer" if decoupled or actor["recompute_logprob"] else "rollout",
         correction="masked tokens" if decoupled else None,
+        clipped=CISPO if actor.get("use_cispo_loss") else Options.clipped,
         max_norm=actor["optimizer"]["gradient_clipping"] or inf,
     )
     return Configured(
@@ -160,13 +161,17 @@ def of_trl(config: Mapping[str, Any]) -> Configured:
     updates = generate_every // accumulated
     late = f"the loss is that of the last of {updates} optimizer steps, others came before"
     mode = given("vllm_importance_sampling_mode", "sequence_mask")
-    return configured(
+    found = configured(
         "trl",
         config,
         {"loss": late} if updates > 1 else {},
         old_logprobs="trainer" if corrects or accumulated % generate_every else "current",
         correction=TABLES["values"]["corrections"][mode] if corrects else None,
     )
+    if kind == "cispo":  # epsilon_high is the largest ratio itself, and no ratio is too small
+        most = (found.options.clip_high or found.options.clip_low) - 1
+        found = replace(found, options=replace(found.options, clip_low=inf, clip_high=most))
+    return found
 
 
 def of_verl(config: Mapping[str, Any]) -> Configured:
@@ -243,12 +248,7 @@ def of_slime(config: Mapping[str, Any]) -> Configured:
     )
 
 
-WHITENED: dict[str, Any] = {
-    "token_mean": "batch",
-    "token_std": "batch",
-    "token_eps": 1e-8,
-    "token_inside_root": True,
-}
+WHITENED: dict[str, Any] = TABLES["whitened"]
 VERL_ESTIMATORS = {
     name: Options(**with_none(row), **WHITENED if name in TABLES["verl"]["whitened"] else {})
     for name, row in TABLES["verl"]["estimators"].items()

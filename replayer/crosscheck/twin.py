@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from replayer.crosscheck.options import COUNTED, EXCHANGED, OF_RANKS, Options
+from replayer.crosscheck.options import CISPO, COUNTED, EXCHANGED, OF_RANKS, Options
 from replayer.crosscheck.step_rows import Bools, Floats, StepRows, Update
 
 UNIT = 2.0**-24  # relative rounding error of float32
@@ -58,24 +58,19 @@ def sum_error(count: "npt.ArrayLike") -> Floats:
 def mask_of(rows: StepRows, options: Options) -> Bools:
     """Return the tokens that count, [N, T]."""
     mask, variant = rows.mask, options.mask
-    positions = np.arange(mask.shape[1])
-    if variant == "shifted by +1":
-        return np.concatenate([np.zeros_like(mask[:, :1]), mask[:, :-1]], axis=1)
-    if variant == "shifted by -1":
-        return np.concatenate([mask[:, 1:], np.zeros_like(mask[:, :1])], axis=1)
-    if variant == "without the last token":
-        last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
-        return mask & (positions != last[:, None])
-    if variant == "without the first token":
-        return mask & (positions != mask.argmax(1)[:, None])
+    positions, none = np.arange(mask.shape[1]), np.zeros_like(mask[:, :1])
+    if variant.startswith("shifted"):
+        parts = (none, mask[:, :-1]) if variant.endswith("+1") else (mask[:, 1:], none)
+        return np.concatenate(parts, axis=1)
     if variant == "without truncated rows":
         return mask & (rows.finish_reason != TRUNCATED)[:, None]
-    within: Bools = positions < (rows.lengths - 1)[:, None]
-    if variant == "all tokens":
-        return within
-    if variant == "everything after the prompt":
-        begun: Bools = np.maximum.accumulate(mask, axis=1)
-        return within & begun
+    if variant.endswith("the last token"):
+        return mask & (positions != (mask.shape[1] - 1 - mask[:, ::-1].argmax(1))[:, None])
+    if variant.endswith("the first token"):
+        return mask & (positions != mask.argmax(1)[:, None])
+    if variant in ("all tokens", "everything after the prompt"):
+        begun = np.maximum.accumulate(mask, axis=1) | (variant == "all tokens")
+        return np.asarray(begun & (positions < (rows.lengths - 1)[:, None]))
     return mask
 
 
@@ -143,8 +138,10 @@ def groups_of(rows: StepRows, options: Options) -> npt.NDArray[np.int64]:
     return groups
 
 
-def normalized(given: Bounded, sets: dict[str | None, npt.NDArray[np.int64]], options: Options) -> Bounded:
-    """Subtract a mean and divide by a standard deviation, [N].
+def normalized(
+    given: Bounded, sets: dict[str | None, npt.NDArray[np.int64]], options: Options, mean_share: float = 1.0
+) -> Bounded:
+    """Subtract a mean, or a share of it, and divide by a standard deviation, [N].
 
     `sets`: number of each value's set by level. A set without spread has the advantage 0.
     """
@@ -154,19 +151,20 @@ def normalized(given: Bounded, sets: dict[str | None, npt.NDArray[np.int64]], op
         mean, count = moments(value, sets[mean_level])
         size = np.maximum(largest(np.abs(value), sets[mean_level]), SMALLEST)
         error = error + largest(error, sets[mean_level]) + (sum_error(count) + 2 * UNIT) * size
+        divisor = count if options.group_size == Options.group_size else np.full_like(count, count.max())
         if options.leave_one_out:
-            factor = np.where(count > 1, count / np.maximum(count - 1, 1), 0.0)
-            value, error = (value - mean) * factor, error * np.maximum(factor, 1)
+            divisor = np.maximum(divisor - 1, 1)
+            mean, error = (mean * count - value) / divisor, error * np.maximum(count / divisor, 1)
         else:
-            value = value - mean
-        alone = count <= 1
+            mean = mean * (count / divisor) * mean_share
+        value, alone = value - mean, count <= 1
         value = np.where(alone, 0.0 if options.lone == "zero" else given.value, value)
     else:
         alone = np.zeros(len(value), bool)
     if std_level is None:
         return Bounded(value, error)
     mean, count = moments(given.value, sets[std_level])
-    variance, _ = moments((given.value - mean) ** 2, sets[std_level])
+    variance, _ = moments((given.value - mean * mean_share) ** 2, sets[std_level])
     left_out = options.std_of == "the other rows"
     if left_out:
         count = np.maximum(count - 1, 1)
@@ -211,8 +209,9 @@ def largest(values: Floats, sets: npt.NDArray[np.int64]) -> Floats:
 
 def row_rewards(rows: StepRows, options: Options) -> Bounded:
     """Return the shaped rewards, normalised over rows, [N]."""
-    groups = groups_of(rows, options)
-    return normalized(rewards_of(rows, options), {"group": groups, "batch": np.zeros_like(groups)}, options)
+    groups, fills = groups_of(rows, options), rows.fills.astype(np.int64)
+    sets: dict[str | None, Any] = {"group": groups + fills * (groups.max() + 1), "batch": fills}
+    return normalized(rewards_of(rows, options), sets, options)
 
 
 def advantages_of(rows: StepRows, options: Options) -> Bounded:
@@ -220,7 +219,13 @@ def advantages_of(rows: StepRows, options: Options) -> Bounded:
     mask, kl = mask_of(rows, options), kl_rewards(rows, options)
     if "kl_rewards" in rows.tensors and options.kl_place == "advantages":
         kl = exactly(rows.tensors["kl_rewards"])
-    reward, penalty = rows_and_penalty(rows, options, kl)
+    reward, penalty = row_rewards(rows, options), kl
+    if options.kl_place != "advantages":  # in the row's reward
+        reward = row_rewards(replace(rows, rewards=rows.rewards + kl.value.sum(1)), options)
+        grown = (np.abs(reward.value) + 1) / max(options.eps, 1e-3) if options.std else 2.0
+        more = kl.error.sum(1) + sum_error(kl.value.shape[1]) * np.abs(kl.value).sum(1)
+        reward = Bounded(reward.value, reward.error + more.max(initial=0.0) * grown)
+        penalty = exactly(np.zeros(kl.value.shape))
     values = rows.tensors.get("values")
     if values is None and options.discount == options.gae_lambda == 1.0 and not penalty.value.any():
         found = reward.at((slice(None), None))
@@ -243,11 +248,21 @@ def advantages_of(rows: StepRows, options: Options) -> Bounded:
     found = normalized(
         advantages.at(mask),
         {"group": sets, "batch": token_sets(rows, options)[mask]},
-        replace(options, **of_tokens, lone="zero", std_of="all rows"),
+        replace(options, **of_tokens, lone="zero", std_of="all rows", group_size=Options.group_size),
+        mean_share(rows, mask, options),
     )
     value, error = np.zeros(mask.shape), np.zeros(mask.shape)
     value[mask], error[mask] = found.value, found.error
     return Bounded(value, error)
+
+
+def mean_share(rows: StepRows, mask: Bools, options: Options) -> float:
+    """Return the share of tokens among the positions that the mean over tokens divides by."""
+    if options.token_mean_of == Options.token_mean_of:
+        return 1.0
+    of_completions = options.token_mean_of.endswith("completion")
+    width = (rows.lengths - 1 - mask.argmax(1)).max() if of_completions else rows.lengths.max()
+    return float(mask.sum() / (len(mask) * width))
 
 
 def token_sets(rows: StepRows, options: Options) -> npt.NDArray[np.int64]:
@@ -268,18 +283,6 @@ def token_sets(rows: StepRows, options: Options) -> npt.NDArray[np.int64]:
     return np.minimum(number, num_chunks - 1 - number) if num_chunks > size else np.minimum(number, size - 1)
 
 
-def rows_and_penalty(rows: StepRows, options: Options, kl: Bounded) -> tuple[Bounded, Bounded]:
-    """Return (normalised reward of each row [N], KL that is added to its tokens [N, T])."""
-    if options.kl_place == "advantages":
-        return row_rewards(rows, options), kl
-    summed = replace(rows, rewards=rows.rewards + kl.value.sum(1))
-    reward = row_rewards(summed, options)
-    spread = np.abs(reward.value) + 1
-    more = kl.error.sum(1) + sum_error(kl.value.shape[1]) * np.abs(kl.value).sum(1)
-    error = reward.error + more.max(initial=0.0) * spread / max(options.eps, 1e-3)
-    return Bounded(reward.value, error), exactly(np.zeros(kl.value.shape))
-
-
 def gae(
     reward: Bounded, penalty: Bounded, values: Floats | None, mask: Bools, truncated: Bools, options: Options
 ) -> Bounded:
@@ -296,7 +299,7 @@ def gae(
     values = np.zeros(mask.shape) if values is None else np.where(mask, values, 0.0)
     value, error = np.zeros(mask.shape), np.zeros(mask.shape)
     following, wrong = (np.where(late, of, 0.0) for of in (reward.value, reward.error))
-    goes_on = truncated & (options.bootstrap == "truncated rows")
+    goes_on = (truncated | options.bootstrap.startswith("all")) & (options.bootstrap != Options.bootstrap)
     ahead = np.where(goes_on, values[np.arange(len(last)), last], 0.0)
     for t in range(mask.shape[1] - 1, -1, -1):
         here = mask[:, t]
@@ -345,11 +348,10 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss, its rounding bound, its rows' shares [n], and its gradient by `current` [n, T]."""
+    """The loss, its rounding bound, and its gradient by `current` [n, T]."""
 
     value: float
     error: float
-    shares: Floats
     gradient: Tensor
 
 
@@ -426,10 +428,8 @@ def preference_loss(given: LossInputs, options: Options) -> Loss:
     (gradient,) = torch.autograd.grad(total, current)
     size = (torch.where(mask, given.current.abs() + reference.abs(), 0.0) * gradient.abs()).sum()
     error = size * (4 * UNIT + float(sum_error(mask.shape[1]))) + given.noise * gradient.abs().sum()
-    shares = torch.zeros(len(mask), dtype=torch.float64)
-    shares[given.pairs[:, 0]] = losses.detach() * options.loss_scale / len(losses)
     value = float(total.detach())
-    return Loss(value, float(error) + PER_TOKEN * abs(value), shares.numpy(), gradient)
+    return Loss(value, float(error) + PER_TOKEN * abs(value), gradient)
 
 
 def loss_of(given: LossInputs, options: Options) -> Loss:
@@ -438,13 +438,16 @@ def loss_of(given: LossInputs, options: Options) -> Loss:
         return preference_loss(given, options)
     current = given.current.clone().requires_grad_(True)
     losses, weight, ratio = token_losses(replace(given, current=current), options)
-    scale = scales(given, options)  # [n, T]
-    total = (losses * scale).sum() * options.loss_scale
+    scale = scales(given, options) * options.loss_scale  # [n, T]
+    if options.divisor is not None:
+        scale = scale * ((divisor_of(given, options) or 1) / options.divisor)
+    total = (losses * scale).sum()
     (gradient,) = torch.autograd.grad(total, current)
-    losses, scale = losses.detach(), scale * options.loss_scale
+    losses, weight = losses.detach(), weight.detach()
     size = (losses.abs() * scale).sum()
     count = int(given.mask.sum())
     slope = ratio * weight * given.advantages.abs()  # of the loss with a log-prob, at most
+    slope = slope * (1 + given.current.abs()) if options.clipped == CISPO else slope
     if options.kl_coef != 0.0 and given.reference is not None:
         apart = (given.current - given.reference).abs()
         slope = slope + abs(options.kl_coef) * 2 * (1 + apart + apart.exp())
@@ -453,7 +456,6 @@ def loss_of(given: LossInputs, options: Options) -> Loss:
     return Loss(
         value=float(total.detach()),
         error=float(error.sum() + size * (PER_TOKEN + 2 * float(sum_error(count)))),
-        shares=(losses * scale).sum(1).numpy(),
         gradient=gradient,
     )
 
@@ -468,13 +470,16 @@ def token_losses(given: LossInputs, options: Options) -> tuple[Tensor, Tensor, T
     log_ratio = torch.where(mask, given.current - old, 0.0)
     if options.ratio_level != "token":
         log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
-        if options.ratio_level == "sequence":
-            log_ratio = log_ratio / mask.sum(1, keepdim=True).clamp(min=1)
+        sizes = mask.sum(1, keepdim=True).clamp(min=1)
+        if options.ratio_level != "sequence sum":
+            log_ratio = log_ratio / (sizes if options.ratio_level == "sequence" else sizes.max())
     ratio = log_ratio.exp()
     high = options.clip_low if options.clip_high is None else options.clip_high
     both = torch.stack([-advantages * ratio, -advantages * ratio.clamp(1 - options.clip_low, 1 + high)])
     losses = {"the larger loss": both.amax(0), "the smaller loss": both.amin(0)}.get(options.clipped, both[1])
-    if options.dual_clip is not None:
+    if options.clipped == CISPO:  # arXiv 2506.13585, eq. 4
+        losses = both[1].detach() * given.current
+    elif options.dual_clip is not None:
         bounded = (advantages < 0) | (options.dual_clip_of != Options.dual_clip_of)
         losses = torch.where(bounded, torch.minimum(losses, -advantages * options.dual_clip), losses)
     weight = correction(given, options)
@@ -493,7 +498,8 @@ def correction(given: LossInputs, options: Options) -> Tensor:
     """Return the weight of each token for the policy that sampled it, [n, T]."""
     if options.correction is None or given.proximal is None:
         return torch.ones_like(given.advantages)
-    log_weight = torch.where(given.mask, given.proximal - given.rollout, 0.0)
+    before = given.current if options.correction_of == "current" else given.proximal
+    log_weight = torch.where(given.mask, before - given.rollout, 0.0)
     if options.correction.endswith("sequences"):
         log_weight = log_weight.sum(1, keepdim=True).expand_as(log_weight)
     weight, cap = log_weight.exp(), options.correction_cap
@@ -514,6 +520,8 @@ def scales(given: LossInputs, options: Options) -> Tensor:
         return ones / max(int(mask.sum()), 1)
     if how.startswith("token-mean over all"):
         return ones / max(given.size, 1)
+    if how.endswith("keeps"):
+        return ones / max(int((mask & (correction(given, options) > 0)).sum()), 1)
     if how.startswith("token-mean with"):
         return ones / int(mask.sum(1).clamp(min=1).sum())
     if how.startswith("token-mean of each"):
@@ -529,6 +537,17 @@ def scales(given: LossInputs, options: Options) -> Tensor:
     if how == "seq-mean-token-sum":
         return ones / num_rows
     return ones / num_rows / options.max_length
+
+
+def divisor_of(given: LossInputs, options: Options) -> int | None:
+    """Return the number that the sum of losses, or of means of rows, is divided by; None if there are several."""
+    scale = scales(given, options)
+    if options.aggregation == "seq-mean-token-sum-norm":
+        return options.max_length
+    if options.aggregation == "seq-mean-token-mean":
+        scale = scale * given.mask.sum(1, keepdim=True).clamp(min=1)
+    most, least = float(scale.max()), float(scale.min())
+    return round(1 / most) if most - least <= UNIT * most else None
 
 
 def micro_batch_of(num_rows: int, options: Options) -> Tensor:

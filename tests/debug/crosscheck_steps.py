@@ -1,4 +1,4 @@
-"""Steps of other trainers, computed by plain loops in float32, and 42 planted differences.
+"""Steps of other trainers, computed by plain loops in float32, and 47 planted differences.
 
 Nothing here is shared with the code that recognises the differences: a plant is a function, a
 number or a formula of these loops, and the configuration that is recorded beside it says otherwise.
@@ -100,6 +100,7 @@ class How:
     ratio: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda log, counts: log.exp()
     low: float = 0.2
     high: float = 0.2
+    take: Callable[..., torch.Tensor] = lambda one, clipped, new: torch.maximum(one, clipped)
     dual: float | None = None
     kl: Callable[[torch.Tensor], torch.Tensor] | None = lambda d: (-d).exp() + d - 1
     beta: float = 0.04
@@ -144,7 +145,7 @@ def loss(rows: list[Row], given: list[torch.Tensor], how: How) -> torch.Tensor:
         mask = torch.tensor(how.counts(row), dtype=F)
         new, old = (torch.tensor(x, dtype=F) for x in (row.new, how.old(row)))
         ratio = how.ratio((new - old) * mask, mask)
-        value = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - how.low, 1 + how.high))
+        value = how.take(-advantage * ratio, -advantage * ratio.clamp(1 - how.low, 1 + how.high), new)
         if how.dual is not None:
             value = torch.where(advantage < 0, torch.minimum(value, -advantage * how.dual), value)
         if how.kl is not None:
@@ -263,7 +264,15 @@ def loo(own: torch.Tensor, at: int, every: torch.Tensor) -> torch.Tensor:
     return (own.sum() - own[at]) / (len(own) - 1)
 
 
+def padded(flat: torch.Tensor) -> torch.Tensor:
+    """Whiten with the mean over all positions of 24 rows of 12 tokens, where padding is 0."""
+    mean = flat.sum() / (24 * 12)
+    return (flat - mean) * (((flat - mean) ** 2).sum() / (len(flat) - 1) + 1e-8).rsqrt()
+
+
 NO_KL = {"kl_reward": None}
+RPP = {"spread": lambda own, every: 1.0, "kl_reward": None}
+OF_RPP = {"algorithm": {"use_kl_in_reward": False, "adv_estimator": "reinforce_plus_plus_baseline"}}
 WITHOUT_KL = {"algorithm": {"use_kl_in_reward": False}}
 CLIP_3 = {"low": 0.3, "high": 0.3}
 # fmt: off
@@ -309,7 +318,7 @@ PLANTS = [
     Plant("dual clip", "loss", "dual_clip", how={"dual": 1.5}),
     Plant("no dual clip", "loss", "dual_clip", "verl", how={"dual": None}),
     Plant("mean of each sequence", "loss", "aggregation", how={"aggregate": seq_mean}),
-    Plant("sum divided by another length", "loss", None,
+    Plant("sum divided by another length", "loss", "divisor",
           how={"aggregate": seq_sum_over(40.0)}, config={"loss_type": "dr_grpo"}),
     Plant("sum divided by the length", "loss", "aggregation", how={"aggregate": seq_sum_over(32.0)}),
     Plant("ratio of sequences", "loss", "ratio_level",
@@ -324,6 +333,14 @@ PLANTS = [
     # one number cannot separate a pair of options from chance: the pair is named as possible only
     Plant("clip 0.3 and mean of each sequence", "loss", None, how={**CLIP_3, "aggregate": seq_mean}),
     Plant("tool tokens in the loss", "loss", "mask", how={"counts": lambda r: [1] * len(r.counts)}),
+    Plant("means of groups divided by the largest", "advantages", "group_size", "verl", sizes=(3, 4, 2, 4, 4, 3),
+          how={"baseline": lambda own, at, every: own.sum() / 4, **NO_KL}, config=WITHOUT_KL),
+    Plant("mean over padding", "advantages", "token_mean_of", "verl", how={"whiten": padded, **RPP}, config=OF_RPP),
+    Plant("ratio of sequences by the longest", "loss", "ratio_level", config={"importance_sampling_level": "sequence"},
+          how={"ratio": lambda log, c: (log.sum() / 11).exp().expand_as(log)}, tools=False),
+    Plant("CISPO in the place of the clipped loss", "loss", "clipped", how={"take": lambda a, b, new: b * new}),
+    Plant("the clipped loss in the place of CISPO", "loss", "clipped", how={"low": 1e9},
+          config={"loss_type": "cispo", "epsilon_high": 1.2}),
 ]
 # fmt: on
 

@@ -10,7 +10,7 @@ import torch
 from areal_core.engine.lora import trained_parameters
 from areal_core.testing import make_tiny_family
 from replayer.crosscheck.opinions import crosscheck
-from replayer.crosscheck.step_rows import from_json, read_rows, to_json
+from replayer.crosscheck.step_rows import read_confined
 from replayer.goto import goto
 
 MODEL = {"dtype": "float32", "mb_spec": {"max_tokens_per_mb": 64}, "enable_tree_training": True}
@@ -131,7 +131,7 @@ def test_a_run_with_given_experts_and_weights_replays_to_the_same_bits(record_ru
     assert run.record.step(1).batch(0)["routed_experts"].dtype == "int32"
     other = record_run(tmp_path / "other", model, 2)
     assert other.weights[1] != run.weights[1]
-    rows = from_json(to_json(read_rows(run.record, 0)))
+    rows = read_confined(run.path, 0)
     (found,) = crosscheck(rows, ("float64",)).opinions
     stages = {stage.stage: stage.verdict for stage in found.stages}
     assert [stages[name] for name in ("loss", "gradient")] == ["equal", "equal"]
