@@ -311,7 +311,7 @@ class Comparison:
         shape = shape_of(self.rows, one.recorded, values[first].value, misfits[first] > 1)
         if stage != "rewards":  # recorded rewards depend on no option
             is_number = one.recorded.ndim == 0 and len(observed) == 1
-            found = self.explain(stages, misfit, pairs=shape is None and not is_number)
+            found = self.explain(stages, misfit, pairs=not is_number and "values of" not in (shape or ""))
         self.differs(stage, one.name, found, shape, **where(self.rows, one, values[first]))
 
     def explain(self, stages: Sequence[str], misfit: Callable[[Options], float], **how: Any) -> Explanation:
@@ -487,7 +487,13 @@ class Comparison:
         implied = count * own.value / update.loss
         error = abs(implied * own.error / own.value) / TYPICAL
         divisor = round(implied)
-        is_whole = error <= WHOLE and abs(implied - divisor) <= error + UNIT * divisor
+        is_certain = error <= WHOLE
+        if not is_certain and self.model is not None and update.grad_norm is not None:
+            norm, noise = self.norm(update, own, self.base)  # is divided by the same
+            is_certain = (
+                error < 0.5 and abs(update.grad_norm * implied / count - norm) <= noise + error * norm
+            )
+        is_whole = is_certain and abs(implied - divisor) <= error + UNIT * divisor
         return (
             Explanation((Change("divisor", count, divisor),)) if 1 <= divisor != count and is_whole else None
         )
@@ -551,7 +557,12 @@ class Comparison:
         if options.objective != "policy":
             advantages = exactly(np.ones(rows.mask.shape))
         elif "advantages" in rows.tensors:
-            advantages = exactly(everywhere(rows))
+            # a row's one advantage is that of tokens outside of the mask, too, where records have 0
+            recorded = rows.tensors["advantages"]
+            last = rows.mask.shape[1] - 1 - rows.mask[:, ::-1].argmax(1)
+            one = recorded[np.arange(len(last)), last][:, None]
+            is_one = ((recorded == one) | ~rows.mask).all(1, keepdims=True)
+            advantages = exactly(np.where(is_one & ~rows.mask, one, recorded))
         else:
             stages = self.open_stages("loss")
             chosen = {n: getattr(options, n) for n, known in KNOWN.items() if known.stage in stages}
@@ -624,19 +635,6 @@ class Comparison:
             return norm_misfit(update, *self.norm(update, loss, options))
 
         return misfit
-
-
-def everywhere(rows: StepRows) -> Floats:
-    """Return the recorded advantages, also outside of the mask where a row has one for all.
-
-    A loss with another mask has that one there, and records have 0.
-    """
-    recorded = rows.tensors["advantages"]
-    last = rows.mask.shape[1] - 1 - rows.mask[:, ::-1].argmax(1)
-    one = recorded[np.arange(len(last)), last][:, None]
-    is_one = ((recorded == one) | ~rows.mask).all(1, keepdims=True)
-    found: Floats = np.where(is_one & ~rows.mask, one, recorded)
-    return found
 
 
 def loss_misfit(update: Update, found: Loss) -> float:

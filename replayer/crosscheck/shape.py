@@ -33,7 +33,8 @@ def shape_of(rows: StepRows, recorded: Floats, found: Floats, wrong: Bools) -> s
         pairs.append(pair_of(rank, number, (name[0], name[1]), expected[row, of], recorded[row, of]))
     num_ranks = len(np.unique(rows.place[:, 0]))
     pattern = recognise(Pairs(pairs, EPSILON["F32"], False, per_token, False, num_ranks))
-    return None if pattern is None else f"with A as expected and B as recorded, {pattern.why}"
+    is_vague = pattern is None or pattern.kind in ("rounding", "replaced")
+    return None if is_vague or pattern is None else f"with A as expected and B as recorded, {pattern.why}"
 
 
 def is_of_others(mask: Bools, recorded: Floats, found: Floats, apart: float) -> bool:
