@@ -20,18 +20,9 @@ def test_what_is_recorded_of_an_imported_batch_replays_bit_by_bit(tiny_model, tm
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout
 
-    config = ("--config", HERE.parent / "debug" / "tiny.yaml", f"cluster.fileroot={tmp_path}")
-    call(
-        "record",
-        "import",
-        source,
-        "--to",
-        tmp_path / "a",
-        *config,
-        "deterministic=true",
-        "--model",
-        tiny_model,
-    )
+    tiny = HERE.parent / "debug" / "tiny.yaml"
+    options = ("--model", tiny_model, f"cluster.fileroot={tmp_path}", "deterministic=true")
+    call("record", "import", source, "--to", tmp_path / "a", "--config", tiny, *options)
     message = call("replay", tmp_path / "a", "--output", tmp_path / "b", code=2)
     assert "Nothing to compare: 2 steps trained on recorded rollouts." in message
     assert "Bit-identical: 2 of 2 steps" in call("replay", tmp_path / "b")

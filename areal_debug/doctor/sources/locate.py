@@ -215,13 +215,11 @@ def is_same(root: Path, other: Path) -> bool:
 
 
 def shown(run: Path, folder: Path) -> str:
-    """Return the name of a run in a folder."""
     relative = run.relative_to(folder)
     return relative.as_posix() if relative.parts else folder.name
 
 
 def patterns() -> list[str]:
-    """Return the patterns of the files that are read."""
     return [kind.pattern for kind in FORMATS if kind is not RECORD]
 
 
