@@ -40,10 +40,8 @@ from replayer.errors import WrongModel
 SMALLEST = 2.0**-126
 OF_PARTS = 1e-5  # that a sum of logged parts may be off
 NEARER = 0.5  # of a difference, that an explanation may leave: one of larger bounds alone explains nothing
-WHOLE, TYPICAL = (
-    0.02,
-    8.0,
-)  # how uncertain a whole number may be; worst-case bounds are so many times usual errors
+WHOLE = 0.02  # how uncertain a whole number may be
+TYPICAL = 8.0  # worst-case bounds are so many times usual errors
 SAME = 1 / 3  # of that distance, within which two log-probs are of the same weights
 APART = 0.02  # nats a token between two passes of a trainer with the same weights: bfloat16 has less
 SMALL_MODEL = 2 * 10**9  # bytes of weights that are loaded to see in which dtype a run computed
@@ -470,12 +468,11 @@ class Comparison:
         is_others = apart > APART and is_of_others(mask, old, current, APART)
         if not is_others and (apart <= APART or of_engine >= SAME * apart):
             return False
-        other = (
-            "rows" if is_others else "weights than the update starts from, whose log-probs are the engine's"
-        )
+        weights = "weights than the update starts from, whose log-probs are the engine's"
+        others = "rows" if is_others else weights
         observed = Observation("loss", "old log-probs", old, lambda _: exactly(current))
         place = where(self.rows, observed, Bounded(current, np.full(current.shape, APART)))
-        text = f"old log-probs are {apart:.2g} a token from those of the only update: they are those of other {other}"
+        text = f"old log-probs are {apart:.2g} a token from those of the only update: they are those of other {others}"
         self.found.append(StageOpinion("loss", "differs", observed.name, option=text, **place))
         return True
 
@@ -494,9 +491,9 @@ class Comparison:
                 error < 0.5 and abs(update.grad_norm * implied / count - norm) <= noise + error * norm
             )
         is_whole = is_certain and abs(implied - divisor) <= error + UNIT * divisor
-        return (
-            Explanation((Change("divisor", count, divisor),)) if 1 <= divisor != count and is_whole else None
-        )
+        if not is_whole or divisor < 1 or divisor == count:
+            return None
+        return Explanation((Change("divisor", count, divisor),))
 
     def named(self, some: Sequence[Update]) -> str:
         """Number optimizer steps: "optimizer steps 1, 2, 3"."""
