@@ -440,7 +440,7 @@ FAULTS = (
     Fault("five rows of the output layer", ("R26",), holding(head_rows(5))),
     Fault("another checkpoint", ("R33", "R24"), holding(replaced())),
     Fault("int8 weights", ("R44",), holding(rounded("int8"))),
-    Fault("int4 weights", ("R44",), holding(rounded("int4"))),
+    Fault("int4 weights", ("R44",), holding(rounded("int4, groups of 16"))),
     Fault("rope base 1e6", ("R49",), (Engine(config={"rope_theta": 1e6}),)),
     Fault("rope base 5e5", ("R49",), (Engine(config={"rope_theta": 5e5}),)),
     Fault("rope base 8,000", ("R49",), (Engine(config={"rope_theta": 8e3}),)),

@@ -67,12 +67,9 @@ def check(
 ) -> Checked:
     """Compare an engine's logprobs with a model's.
 
-    Args:
-        sampled: tokens with the engine's logprobs (`read_record`).
-        request: the model, and how it is run.
-        progress: called with the number of tokens that were scored since the last call.
-        rescorer: makes the engines that sampled score some rows again; None without a live engine.
-            A note of the result reports when they cannot.
+    `progress` is called with the number of tokens that were scored since the last call. `rescorer`
+    makes the engines that sampled score some rows again, None without a live engine; a note of the
+    result reports when they cannot.
 
     Raises:
         ModelError: a checkpoint cannot be read.
@@ -101,8 +98,9 @@ def check(
     if rescorer is None:
         engine = sequences.engine_logprobs[sequences.scored]
         setting = replace(setting, noise=noise_of_tokens(setting.noise, engine, scores.logprob))
-    replays = replay(scorer, sequences, temperature, setting.eos_token_id)
+    replays = with_derived(replay(scorer, sequences, temperature, setting.eos_token_id), sequences)
     rows = select_rows(sequences, replays.rows)
+    inputs = ProbeInputs(scorer, rows, request, setting, dtype, replays.base)
     rescoring: Rescoring | None = None
     notes = sampled.notes
     if rescorer is not None:
@@ -115,11 +113,11 @@ def check(
     engine, trainer_check = sequences.engine_logprobs[sequences.scored], None
     if sampled.trainer is not None:
         trainer_check = compare_trainer(engine, sampled.trainer, scores.logprob)
-        refuse_other_model(trainer_check, with_derived(replays, sequences, ()), setting, request.model)
+        refuse_other_model(trainer_check, replays, setting, request.model)
         if trainer_check is not None and trainer_check.is_at_fault(setting.noise.mean_abs):
             how, rounding = explain_trainer(scorer, sequences, sampled.trainer, setting), 0.0
             if not how and trainer_check.trainer_model <= NOISE_FACTOR * published.mean_abs:
-                other = probe_dtype(ProbeInputs(scorer, rows, request, setting, dtype))[0]
+                other = probe_dtype(inputs)[0]
                 rounding = float(np.abs(other.logprobs - replays.base).mean())
             trainer_check = replace(trainer_check, explanation=how, rounding=rounding)
     diagnose_with = partial(
@@ -131,8 +129,7 @@ def check(
         trainer_check=trainer_check,
         contradictions=sampled.contradictions,
     )
-    inputs = ProbeInputs(scorer, rows, request, setting, dtype)
-    found, setting = run_probes(diagnose_with, inputs, replays)
+    found, setting = run_probes(diagnose_with, replace(inputs, setting=setting), replays)
     own = setting.noise.mean_abs if trainer_check is None else trainer_check.trainer_model
     if not request.is_shown and (trainer_check is None or own > NOISE_FACTOR * setting.noise.mean_abs):
         found = replace(found, causes=tuple(map(with_doubt, found.causes)))
@@ -166,8 +163,8 @@ def explain_trainer(scorer: Scorer, sequences: Sequences, trainer: Floats, setti
     column = sequences.engine_logprobs.copy()
     column[sequences.scored] = trainer
     own = replace(sequences, engine_logprobs=column)
-    replays = replay(scorer, own, setting.temperature, setting.eos_token_id)
-    found = explain(with_derived(replays, own, ()), setting.noise.mean_abs)
+    replays = with_derived(replay(scorer, own, setting.temperature, setting.eos_token_id), own)
+    found = explain(replays, setting.noise.mean_abs)
     return "" if found is None else f"{found.prediction.name} {found.prediction.parameter:g}"
 
 

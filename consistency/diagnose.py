@@ -57,16 +57,9 @@ def diagnose(
 ) -> Diagnosis:
     """Compare an engine's logprobs with the trainer's and name the likely causes.
 
-    Args:
-        scores: of `sequences` at `setting.temperature`.
-        replays: of the same sequences at the same temperature; without them only structure and
-            shape are examined.
-        alternatives: logprobs of the tokens of `replays.sample` under other conditions, which
-            identify stale weights, BOS and dtypes.
-        rescoring: second logprobs of the same tokens by engine and model.
-        trainer_check: comparison with the trainer's own path.
-        contradictions: findings of the replies alone.
-        changed_tensor: the tensor whose change explains the difference, if it was looked for.
+    `scores` and `replays` (`with_derived`) are of the sequences, `alternatives` of the tokens of
+    `replays.sample` under other conditions. Without replays only structure and shape are examined.
+    `contradictions` are findings of the replies alone.
 
     Raises:
         NothingToCompare: no token has a logprob on both sides.
@@ -78,7 +71,7 @@ def diagnose(
         sequences = replace(sequences, engine_logprobs=in_logprobs(units, sequences.engine_logprobs))
     table = compare_tokens(sequences, scores.logprob)
     if replays is not None:
-        replays = with_derived(replays, sequences, alternatives)
+        replays = with_predictions(replays, row_of_sample(replays, sequences), alternatives)
     measurement = measure(table)
     case = Case(
         sequences, table, scores, measurement, setting, replays, rescoring, trainer_check, changed_tensor
@@ -112,11 +105,20 @@ def missing_columns(case: Case, alternatives: Sequence[Prediction]) -> tuple[str
     return tuple(name for name, absent in wanted.items() if absent)
 
 
-def with_derived(replays: Replays, sequences: Sequences, alternatives: Sequence[Prediction]) -> Replays:
-    row = sequences.row_of_token[sequences.scored][replays.sample]
+def row_of_sample(replays: Replays, sequences: Sequences) -> Ints:
+    return sequences.row_of_token[sequences.scored][replays.sample]
+
+
+def with_derived(replays: Replays, sequences: Sequences) -> Replays:
+    """Add the predictions that follow from the model's own logprobs, without its logits."""
+    row = row_of_sample(replays, sequences)
     engine, base = replays.engine, replays.base
     offset = float(np.median(engine - base))
-    derived = [
+    place = np.concatenate([np.arange(count) for count in np.unique(row, return_counts=True)[1]])
+    predictions = [
+        forbidden_initially(engine, base, p, place) if p.cause == "R06" else p for p in replays.predictions
+    ]
+    predictions += [
         Prediction("R07", "constant", offset, base + offset),
         Prediction("R08", "logarithms to base 2", 1 / np.log(2), base / np.log(2)),
         Prediction("R08", "logarithms to base 10", 1 / np.log(10), base / np.log(10)),
@@ -127,15 +129,18 @@ def with_derived(replays: Replays, sequences: Sequences, alternatives: Sequence[
         *(Prediction("R11", "shift", float(by), shifted(base, row, by)) for by in SHIFTS),
         Prediction("R11.reversed", "rows in reversed order", 0.0, by_row(base, row, np.flip)),
         mispaired_rows(engine, base, row),
-        *alternatives,
     ]
-    place = np.concatenate([np.arange(count) for count in np.unique(row, return_counts=True)[1]])
-    forbidden = [forbidden_initially(engine, base, p, place) for p in replays.predictions if p.cause == "R06"]
-    every = (*(p for p in replays.predictions if p.cause != "R06"), *derived, *forbidden)
-    whole = sorted((p for p in every if not p.rows), key=lambda p: p.cause)
+    return with_predictions(replace(replays, predictions=()), row, predictions)
+
+
+def with_predictions(replays: Replays, row: Ints, added: Sequence[Prediction]) -> Replays:
+    """Add predictions, and that of some rows alone by one cause of them if it fits better than the model."""
+    engine, base = replays.engine, replays.base
+    whole = sorted((p for p in added if not p.rows), key=lambda p: p.cause)
     groups = [list(group) for _, group in itertools.groupby(whole, key=lambda p: p.cause)]
     mixed = [found for group in groups if (found := of_some_rows(engine, base, row, group)) is not None]
     least = min(mixed, key=lambda p: mean_square(engine, p.logprobs), default=None)
+    every = (*replays.predictions, *added)
     # Each row has a number of its own, which fits some rows by chance: the others must be right as well.
     if least is None or mean_square(engine, least.logprobs) * MIN_GAIN_OF_SQUARES > mean_square(engine, base):
         return replace(replays, predictions=every)
@@ -161,9 +166,8 @@ def mispaired_rows(engine: Floats, base: Floats, row: Ints) -> Prediction:
 
     Among many short rows one always fits. So no row is paired unless rows fit clearly better than
     such rows do whose tokens are drawn from all rows, each at its place, and unless the logprobs
-    at each place are those of the model in another order.
-
-    `parameter` is the share of rows that another row fits best.
+    at each place are those of the model in another order. `parameter` is the share of rows
+    that another row fits best.
     """
     starts = np.flatnonzero(np.diff(row, prepend=-1))
     ends = np.append(starts[1:], len(row))

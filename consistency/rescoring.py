@@ -2,7 +2,7 @@
 
 Rescoring compares A, the engine when sampling, B, its prefill, and C, the model. A difference of A
 and B is a fault of decoding in the engine; one of B and C is a fault of its weights, sampling
-transform or numerics. B and C are repeated: the difference of two Bs is the engine's run-to-run
+transform or numerics. B is repeated: the difference of two Bs is the engine's run-to-run
 variation, the noise floor of any comparison (the experiment of miles, docs/en/advanced, 2026).
 
 The trainer check compares both with recorded logprobs of the trainer's packed and sharded path (for
@@ -20,8 +20,6 @@ from consistency.engines import MAX_CONCURRENT, Pictures, Server, call_all
 from consistency.score import Scorer, score_logprobs
 from consistency.tokens import Floats, Sequences
 
-# Rows are scored alone as well as packed, to detect logprobs that depend on the batch.
-ALONE = 1
 NOISE_FACTOR = 2.0  # both sides of a comparison round: twice one side's noise is still noise
 
 
@@ -36,12 +34,10 @@ class Rescoring:
     decode: float | None
     prefill: float
     engine_repeat: float
-    model_repeat: float
-    model_alone: float
 
 
 def rescore(engines: Sequence[Server], scorer: Scorer, rows: Sequences, temperature: float) -> Rescoring:
-    """Score rows twice by the engines that sampled them (`rows.worker`) and twice by the model.
+    """Score rows twice by the engines that sampled them (`rows.worker`) and once by the model.
 
     Raises:
         EngineError: an engine does not score prompts.
@@ -60,16 +56,12 @@ def rescore(engines: Sequence[Server], scorer: Scorer, rows: Sequences, temperat
         np.concatenate([np.array(row) for row in call_all(calls, limit, lambda _: None)]) for _ in range(2)
     )
     model = score_logprobs(scorer, rows)
-    again = score_logprobs(scorer, rows)
-    alone = score_logprobs(scorer, rows, tokens_per_pass=ALONE)
     sampled = rows.engine_logprobs[rows.scored]
     return Rescoring(
         num_tokens=len(model),
         decode=mean_distance(sampled, first) if temperature == 1.0 else None,
         prefill=mean_distance(first, model),
         engine_repeat=mean_distance(first, second),
-        model_repeat=mean_distance(model, again),
-        model_alone=mean_distance(model, alone),
     )
 
 

@@ -60,11 +60,8 @@ def read_record(
 ) -> Sampled:
     """Read some steps of a record.
 
-    Args:
-        record: of a run that sampled.
-        steps: their numbers.
-        assumed: sampling options of a record of another trainer; by default those of its config.
-        version: of the model's weights, if known; by default what the step starts from is assumed.
+    `assumed` are the sampling options of a record of another trainer, by default those of its
+    config; `version` is that of the model's weights, by default what the step starts from.
 
     Raises:
         RecordError: a step cannot be read.

@@ -173,8 +173,7 @@ def is_minus_infinity(logprobs: Floats) -> Bools:
 def compare_tokens(sequences: Sequences, trainer_logprobs: Floats) -> TokenTable:
     """Tabulate the sampled tokens with a usable logprob on both sides.
 
-    Args:
-        trainer_logprobs: float [n], one per index of `sequences.scored`.
+    `trainer_logprobs`, float [n], has one per index of `sequences.scored`.
 
     Raises:
         BadColumn: the number of logprobs differs.

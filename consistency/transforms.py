@@ -10,10 +10,9 @@ excludes.
 """
 
 import copy
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -165,6 +164,8 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
     predictions = predict(sample, tried, [family.grid for family in tried])
     for _ in range(ZOOMS):
         predictions += predict(sample, tried, [finer_grid(f, predictions, engine, base, row) for f in tried])
+    evaluate_sample = partial(evaluate, scorer, sequences, sample, temperature)
+    predictions += several_at_once(evaluate_sample, tried, predictions, engine, base)
     absent = absent_tokens(scorer, sample, temperature)
     if absent:
         name = f"{len(absent)} forbidden tokens ({', '.join(map(str, absent[:MOST_NAMED]))})"
@@ -175,6 +176,56 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
         multiplied = evaluate(low, sequences, sample, temperature, [as_is])[0]
         predictions.append(Prediction("R37", "an output layer in bfloat16", 0.0, multiplied))
     return Replays(sample.rows, sample.places, engine, base, tuple(predictions))
+
+
+IN_ORDER = ("R05", "R01", "R03")  # in which engines apply them: penalties, temperature, truncation
+GAIN_OF_ONE = 1.5  # of squares, by a search through all transforms
+GAIN_OF_NEW = 1.2  # of squares, by one more of them
+GAIN_OF_ALL = 1e3  # of squares, by one transform that leaves nothing to others
+
+
+def several_at_once(
+    values_of: Callable[[list[Transform]], Floats],
+    families: Sequence[Family],
+    predictions: Sequence[Prediction],
+    engine: Floats,
+    base: Floats,
+) -> list[Prediction]:
+    """Search transforms that act together, beginning with the one that fits best alone."""
+    known = [family for cause in IN_ORDER for family in families if family.cause == cause]
+    single = [(mean_square(engine, p.logprobs), p) for p in predictions if p.cause in IN_ORDER]
+    least, first = min(single, key=lambda one: one[0], default=(0.0, None))
+    share = least / max(mean_square(engine, base), 1e-12)
+    if first is None or not 1 / GAIN_OF_ALL < share < 1 / GAIN_OF_ONE:
+        return []
+    numbers, predicted, before = {first.name: first.parameter}, base, np.inf
+    seen = {family.name: {*family.grid} for family in known}
+    while least * GAIN_OF_ONE < before:
+        before = least
+        for family in known:
+            is_new = family.name not in numbers
+            grid = family.grid if is_new else near_number(seen[family.name], numbers[family.name])
+            seen[family.name] |= {*grid}
+            tried = [numbers | {family.name: number} for number in grid if is_new or family.refine]
+            values = values_of([partial(one_after_another, known, one) for one in tried])
+            for one, logprobs in zip(tried, values, strict=True):
+                if (left := mean_square(engine, logprobs)) * (GAIN_OF_NEW if is_new else 1.0) < least:
+                    numbers, predicted, least = one, logprobs, left
+    parts = [(family, numbers[family.name]) for family in known if family.name in numbers]
+    if len(parts) == 1:
+        return []
+    name = " and ".join(f"{family.name} {number:.3g}" for family, number in parts)
+    return [Prediction(f"{parts[0][0].cause}.several", name, 0.0, predicted)]
+
+
+def one_after_another(families: Sequence[Family], numbers: dict[str, float], rows: Rows) -> Tensor:
+    """Apply transforms by the numbers of their names, each to the distribution of the one before."""
+    logprobs = as_is(rows)
+    for family in families:
+        if family.name in numbers:
+            logprobs = family.transform(rows, numbers[family.name])
+            rows = replace(rows, logits=logprobs * rows.temperature)
+    return logprobs
 
 
 def absent_tokens(scorer: Scorer, sample: LogitSample, temperature: float) -> list[int]:
@@ -222,17 +273,20 @@ def finer_grid(
     """
     if not family.refine:
         return ()
-    members = sorted((p for p in predictions if p.name == family.name), key=lambda p: p.parameter)
-    places = range(len(members))
-    judged = [min(places, key=lambda i: miss(engine, base, row, members[i].logprobs)) for miss in MISSES]
-    judged.append(max(places, key=lambda i: likelihood(base, members[i].logprobs)))
+    members = [p for p in predictions if p.name == family.name]
+    judged = [min(members, key=lambda p: miss(engine, base, row, p.logprobs)) for miss in MISSES]
+    judged.append(max(members, key=lambda p: likelihood(base, p.logprobs)))
     known = {p.parameter for p in members}
-    points: set[float] = set()
-    for best in judged:
-        near = members[max(best - 1, 0) : best + 2]
-        for low, high in itertools.pairwise(near):
-            points |= set(np.linspace(low.parameter, high.parameter, ZOOM_POINTS // 2 + 2).tolist())
+    points = {point for best in judged for point in near_number(known, best.parameter)}
     return tuple(sorted(points - known))
+
+
+def near_number(known: Collection[float], number: float) -> list[float]:
+    """Return points between a number and its neighbours among those that were tried."""
+    low = max((one for one in known if one < number), default=number)
+    high = min((one for one in known if one > number), default=number)
+    halves = (np.linspace(*ends, ZOOM_POINTS // 2 + 2) for ends in ((low, number), (number, high)))
+    return np.concatenate(list(halves)).tolist()
 
 
 def residual_size(engine: Floats, predicted: Floats) -> float:

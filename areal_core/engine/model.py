@@ -30,8 +30,10 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
@@ -40,7 +42,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_core.config.vision_checks import FAMILIES
 from areal_core.engine.attention import PACKED
-from areal_core.errors import ModelError, load_failure
+from areal_core.errors import ModelError, first_line, load_failure
 
 BACKEND = "inductor"  # of torch.compile
 ATTENTION_OPTIONS = (
@@ -90,6 +92,14 @@ def load_model(
         return kind.from_pretrained(path, config=config, **options)
     except Exception as error:  # files of any content lead to errors of any type in Transformers
         raise load_failure(path, error) from error
+
+
+def load_tokenizer_at(path: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder, or of a model on the hub; ModelError if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # of any type, see `load_model`
+        raise ModelError(f"cannot load the tokenizer at {path!r}: {first_line(error)}") from error
 
 
 def refuse_other_families(path: str, config: PretrainedConfig) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from areal_core.config import (
@@ -39,7 +39,7 @@ from areal_core.engine.attention import choose_attention
 from areal_core.engine.determinism import enforce_determinism, seed_everything
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.lora import Adapter, add_adapters, trained_parameters
-from areal_core.engine.model import apply_liger, checkpoint_names, is_vision, load_model
+from areal_core.engine.model import apply_liger, checkpoint_names, is_vision, load_model, load_tokenizer_at
 from areal_core.engine.offload import step_groups
 from areal_core.engine.optimizer import build_optimizer, build_schedule
 from areal_core.engine.parity import require_parity
@@ -48,7 +48,7 @@ from areal_core.engine.scores import is_score_model
 from areal_core.engine.sharding import shard_model
 from areal_core.engine.trees.check import share_prefixes
 from areal_core.engine.vision_models import freeze_tower, vision_family
-from areal_core.errors import ConfigError, ModelError, first_line, load_failure
+from areal_core.errors import ConfigError, load_failure
 from areal_core.paths import make_run_folders, run_folder
 from areal_core.safety.durable import commit_file
 from areal_core.safety.printable import PrintableFormatter
@@ -108,18 +108,6 @@ def trainer_sizes(config: AnyConfig) -> Parallel:
 def load_tokenizer(config: AnyConfig) -> PreTrainedTokenizerBase:
     """Load the run's tokenizer, at `tokenizer_path` or else `actor.path`. Raises ModelError."""
     return load_tokenizer_at(config.tokenizer_path or config.actor.path)
-
-
-def load_tokenizer_at(path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder, or of a model on the hub.
-
-    Raises:
-        ModelError: there is none.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # of any type, see `load_model`
-        raise ModelError(f"cannot load the tokenizer at {path!r}: {first_line(error)}") from error
 
 
 def load_processor_of(config: AnyConfig) -> VisionProcessor | None:

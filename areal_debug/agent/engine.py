@@ -100,7 +100,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
     Raises ModelError if there is none, or if it has no chat template.
     """
-    from areal_core.trainer.build import load_tokenizer_at
+    from areal_core.engine.model import load_tokenizer_at
 
     tokenizer = load_tokenizer_at(path)
     if not tokenizer.chat_template:

@@ -44,7 +44,7 @@ def certificate_of(engine: str, model: str, options: dict[str, Any]) -> Certific
     if engine == EMBEDDED:
         target = EmbeddedTarget(model, dtype or "float32")
     else:
-        from areal_core.trainer.build import load_tokenizer_at
+        from areal_core.engine.model import load_tokenizer_at
         from consistency.live import vocabulary_of
 
         target = ServerTarget(engine, vocabulary_of(load_tokenizer_at(model)))

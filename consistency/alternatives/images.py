@@ -172,14 +172,14 @@ PARTNERS_TO_TRY = 4
 Treatment = tuple[str, str, Sequences, Scorer]  # cause, name, rows as they would be, who scores them
 
 
-def image_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
+def image_alternatives(scorer: Scorer, rows: Sequences, temperature: float, base: Floats) -> list[Prediction]:
     """Score with images treated otherwise (R62, R64, R66, R67); nothing for rows without images.
 
-    A treatment that explains the worst rows no better than the model is left out.
+    `base` are the logprobs of the rows as they are, float64 [scored]. A treatment that explains the
+    worst rows no better than the model is left out.
     """
     if rows.images is None or scorer.processor is None:
         return []
-    base = score_logprobs(scorer, rows, temperature=temperature)
     engine = usable_or(rows.engine_logprobs[rows.scored], base)
     row_of_place = rows.row_of_token[rows.scored]
     apart = np.bincount(row_of_place, bounded(engine - base), rows.num_rows)
@@ -345,11 +345,7 @@ DECODINGS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def exchanged_images(scorer: Scorer, rows: Sequences, base: Floats, temperature: float) -> list[Prediction]:
-    """Score rows with the images of another row whose ids are equal to the end of the images (R66).
-
-    Args:
-        base: logprobs of `rows` as they are, float64 [scored].
-    """
+    """Score rows with the images of another row whose ids are equal to the end of the images (R66)."""
     assert scorer.processor is not None
     token_id, every = scorer.processor.image_token_id, rows.images or ()
     prefixes = [image_prefix(rows, row, token_id) for row in range(rows.num_rows)]

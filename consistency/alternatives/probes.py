@@ -14,15 +14,14 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 
+from areal_core.engine.model import load_tokenizer_at
 from areal_core.engine.routers import Routers
 from areal_core.errors import ModelError
 from consistency.alternatives.images import image_alternatives, tower_alternative
 from consistency.alternatives.variants import (
     Variant,
     best_of,
-    permuted_experts,
     scanned,
-    scored_with,
     variant_alternatives,
 )
 from consistency.case import DTYPES, Request, Setting
@@ -58,13 +57,27 @@ Diagnose = Callable[..., Diagnosis]  # diagnose(setting, alternatives=...)
 
 @dataclass(frozen=True)
 class ProbeInputs:
-    """The sampled rows, the model that scores them in `dtype`, and how they were sampled."""
+    """The sampled rows, the model that scores them in `dtype`, and how they were sampled.
+
+    `now` are the logprobs of that model, float64 [scored].
+    """
 
     scorer: Scorer
     rows: Sequences
     request: Request
     setting: Setting
     dtype: str
+    now: Floats
+
+    @property
+    def engine(self) -> Floats:
+        """The engine's logprobs, float64 [scored]."""
+        return self.rows.engine_logprobs[self.rows.scored]
+
+    def predicted(self, cause: str, name: str, by: Scorer, rows: Sequences | None = None) -> Prediction:
+        """Score the rows, or others of as many scored tokens, with a model."""
+        given, temperature = self.rows if rows is None else rows, self.setting.temperature
+        return Prediction(cause, name, 0.0, score_logprobs(by, given, temperature=temperature))
 
 
 Probe = Callable[[ProbeInputs], list[Prediction]]
@@ -87,7 +100,10 @@ def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tup
         is_asked = probe is probe_checkpoints and inputs.request.previous and found.verdict == "healthy"
         if is_settled(found, setting) and not (probe is probe_dtype and measures) and not is_asked:
             continue
-        alternatives += probe(inputs)
+        added = probe(inputs)
+        if not added:
+            continue
+        alternatives += added
         if probe is probe_dtype and setting.noise.name != "float32":
             setting = replace(setting, noise=noise_of_model(setting.noise, alternatives[0], replays))
             rounding = NOISE_MARGIN * float(np.std(alternatives[0].logprobs - replays.base))
@@ -110,12 +126,11 @@ def is_settled(found: Diagnosis, setting: Setting) -> bool:
 def probe_dtype(inputs: ProbeInputs) -> list[Prediction]:
     other = "bfloat16" if inputs.dtype == "float32" else "float32"
     model = load_scorer(inputs.request.model, DTYPES[other], inputs.request.device)
-    temperature = inputs.setting.temperature
-    scored = checkpoint_alternative(model, inputs.rows, "R38", f"scoring in {other}", temperature)
+    scored = inputs.predicted("R38", f"scoring in {other}", model)
     values = [(p, lambda old: old.bfloat16().to(old)) for p in inputs.scorer.model.parameters()]
     copied = Variant("R38", "a copy of the weights in bfloat16", list(values))
-    rounded = scored_with(copied, inputs.scorer, inputs.rows, temperature)
-    return [scored, Prediction("R38", copied.name, 0.0, rounded)]
+    with copied.applied():
+        return [scored, inputs.predicted("R38", copied.name, inputs.scorer)]
 
 
 def probe_checkpoints(inputs: ProbeInputs) -> list[Prediction]:
@@ -126,7 +141,6 @@ def probe_checkpoints(inputs: ProbeInputs) -> list[Prediction]:
     began at the wrong weights.
     """
     request, temperature = inputs.request, inputs.setting.temperature
-    now = score_logprobs(inputs.scorer, inputs.rows, temperature=temperature)
     paths = {PREVIOUS: request.previous, BASE: request.base}
     loaded = {
         name: load_scorer(path, DTYPES[inputs.dtype], request.device)
@@ -135,20 +149,20 @@ def probe_checkpoints(inputs: ProbeInputs) -> list[Prediction]:
     }
     found: list[Prediction] = []
     for name, other in loaded.items():
-        found += partial_alternatives(inputs.scorer, other, inputs.rows, temperature, name)
+        found += partial_alternatives(inputs, other, name)
         cause = "R24" if name == PREVIOUS else "R32" if is_adapter(inputs.scorer, other) else "R32.base"
-        whole = checkpoint_alternative(other, inputs.rows, cause, name, temperature)
+        whole = inputs.predicted(cause, name, other)
         found += tower_alternative(inputs.scorer, other, inputs.rows, name, temperature)
         found.append(whole)
-        found += stale_prefixes(inputs, other, name, now)
+        found += stale_prefixes(inputs, other, name)
         if cause == "R24":
-            found += changed_within_rows(inputs, other, whole, now)
+            found += changed_within_rows(inputs, other, whole)
         if cause == "R32":
             scales = adapter_scales(inputs.scorer, other)
             found += best_of(inputs.scorer, inputs.rows, temperature, list(scales))
     if request.previous is not None and request.base is not None and request.previous != request.base:
         with last_update_on(inputs.scorer, loaded[PREVIOUS], loaded[BASE]):
-            found.append(checkpoint_alternative(inputs.scorer, inputs.rows, "R24.delta", DELTA, temperature))
+            found.append(inputs.predicted("R24.delta", DELTA, inputs.scorer))
     return found
 
 
@@ -184,7 +198,7 @@ CACHE_BLOCK = 8  # tokens, of which the blocks of engines are multiples
 MOST_PREFIXES = 8  # of different lengths that are tried for a row
 
 
-def stale_prefixes(inputs: ProbeInputs, other: Scorer, name: str, now: Floats) -> list[Prediction]:
+def stale_prefixes(inputs: ProbeInputs, other: Scorer, name: str) -> list[Prediction]:
     """Score after prompts whose first tokens have the keys and values of another checkpoint (R29).
 
     How many tokens an engine had in its cache differs by request: for each row, the number that
@@ -198,18 +212,16 @@ def stale_prefixes(inputs: ProbeInputs, other: Scorer, name: str, now: Floats) -
 
     if inputs.rows.images is not None:
         return []
-    return best_by_row(inputs.rows, now, tried, "R29.rows", f"the keys and values of {name} for the prompts")
+    named = f"the keys and values of {name} for the prompts"
+    return best_by_row(inputs.rows, inputs.now, tried, "R29.rows", named)
 
 
-def changed_within_rows(
-    inputs: ProbeInputs, other: Scorer, before: Prediction, now: Floats
-) -> list[Prediction]:
+def changed_within_rows(inputs: ProbeInputs, other: Scorer, before: Prediction) -> list[Prediction]:
     """Score with another checkpoint up to the token of each row that fits best, and the model after it.
 
     The keys and values of the tokens before it are kept, or computed again (R30).
     """
-    rows = inputs.rows
-    engine = rows.engine_logprobs[rows.scored]
+    rows, engine, now = inputs.rows, inputs.engine, inputs.now
     saved = bounded(engine - before.logprobs) - bounded(engine - now)
 
     def tried(row: int, places: Ints) -> Iterator[Floats]:
@@ -236,10 +248,10 @@ MOST_CUTS = 32  # lengths below that of the shortest bad prompt
 COMMON_CUTS = tuple(2**k for k in range(4, 15))  # tokens
 
 
-def cut_prompts(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
+def cut_prompts(inputs: ProbeInputs) -> list[Prediction]:
     """Score with prompts that are cut to a number of tokens, where only longer prompts are bad (R16)."""
-    now, row = score_logprobs(scorer, rows, temperature=temperature), rows.row_of_token[rows.scored]
-    means = row_means(rows.engine_logprobs[rows.scored], now, row)
+    rows = inputs.rows
+    means = row_means(inputs.engine, inputs.now, rows.row_of_token[rows.scored])
     bad = np.flatnonzero(means > max(LEAST_TO_WEIGH, EXPLAINED * means.max()))
     shortest = int(prompt_lengths(rows)[bad].min()) if len(bad) else 0
     if shortest < 2 or rows.images is not None:
@@ -248,15 +260,15 @@ def cut_prompts(scorer: Scorer, rows: Sequences, temperature: float) -> list[Pre
     worst = select_rows(rows, bad[np.argsort(-means[bad], kind="stable")][:ROWS_TO_TRY])
     engine = worst.engine_logprobs[worst.scored]
 
-    def cut(of: Sequences, count: int, side: str) -> Floats:
+    def cut(of: Sequences, count: int, side: str) -> Prediction:
         kept = slice(count) if side == "first" else slice(-count, None)
-        return score_logprobs(scorer, with_prompts(of, lambda ids: ids[kept]), temperature=temperature)
+        name = f"prompts cut to their {side} {count} tokens"
+        return inputs.predicted("R16.cut", name, inputs.scorer, with_prompts(of, lambda ids: ids[kept]))
 
     counts = sorted(one for one in {*near, *COMMON_CUTS} if one < shortest)
     tried = ((one, side) for one in counts for side in ("first", "last"))
-    count, side = min(tried, key=lambda of: float(bounded(engine - cut(worst, *of)).mean()))
-    name = f"prompts cut to their {side} {count} tokens"
-    return [Prediction("R16.cut", name, 0.0, cut(rows, count, side))]
+    best = min(tried, key=lambda of: float(bounded(engine - cut(worst, *of).logprobs).mean()))
+    return [cut(rows, *best)]
 
 
 def prompt_lengths(rows: Sequences) -> Ints:
@@ -295,53 +307,41 @@ def last_update_on(now: Scorer, previous: Scorer, base: Scorer) -> AbstractConte
     return with_values([(p, first[name].data + (p.data - before[name].data)) for name, p in mine])
 
 
-def checkpoint_alternative(
-    scorer: Scorer, sequences: Sequences, cause: str, name: str, temperature: float
-) -> Prediction:
-    return Prediction(cause, name, 0.0, score_logprobs(scorer, sequences, temperature=temperature))
-
-
-def partial_alternatives(
-    scorer: Scorer, previous: Scorer, sequences: Sequences, temperature: float, of: str = PREVIOUS
-) -> list[Prediction]:
+def partial_alternatives(inputs: ProbeInputs, previous: Scorer, of: str = PREVIOUS) -> list[Prediction]:
     """Score with those tensors of another checkpoint that explain the logprobs (R25)."""
-    base = score_logprobs(scorer, sequences, temperature=temperature)
-    values = sequences.engine_logprobs.copy()
-    values[sequences.scored] = usable_or(values[sequences.scored], base)
-    stale = find_stale_tensors(scorer, previous, replace(sequences, engine_logprobs=values), temperature)
+    scorer, rows = inputs.scorer, inputs.rows
+    values = rows.engine_logprobs.copy()
+    values[rows.scored] = usable_or(inputs.engine, inputs.now)
+    usable, temperature = replace(rows, engine_logprobs=values), inputs.setting.temperature
+    stale = find_stale_tensors(scorer, previous, usable, temperature)
     found: list[Prediction] = []
     if scorer.head.layer.weight is scorer.model.get_input_embeddings().weight:  # an engine may have a copy
         old = replace(scorer, head=previous.head)
-        found.append(
-            checkpoint_alternative(old, sequences, "R26.tied", f"the output layer of {of}", temperature)
-        )
+        found.append(inputs.predicted("R26.tied", f"the output layer of {of}", old))
     if stale is not None:
         with swapped(scorer, previous, stale.names):
             cause = "R25" if of == PREVIOUS else "R25.base"
-            found.append(checkpoint_alternative(scorer, sequences, cause, stale.describe(), temperature))
+            found.append(inputs.predicted(cause, stale.describe(), scorer))
     return found
 
 
-def bos_alternatives(
-    scorer: Scorer, sequences: Sequences, bos_token_id: int | None, temperature: float
-) -> list[Prediction]:
+def bos_alternatives(inputs: ProbeInputs) -> list[Prediction]:
+    bos_token_id, rows = inputs.setting.bos_token_id, inputs.rows
     if bos_token_id is None:
         return []
-    first = sequences.input_ids[sequences.cu_seqlens[:-1]]
     add, drop = (lambda ids: [bos_token_id, *ids]), (lambda ids: ids[1:])
     changes: dict[str, Change] = {"BOS that the record lacks": add}
-    if (first == bos_token_id).all():
+    if (rows.input_ids[rows.cu_seqlens[:-1]] == bos_token_id).all():
         changes = {"double BOS": add, "missing BOS": drop}
-    return with_other_prompts(scorer, sequences, "R15", changes, temperature)
+    return with_other_prompts(inputs, "R15", changes)
 
 
-def with_other_prompts(
-    scorer: Scorer, rows: Sequences, cause: str, changes: dict[str, Change], temperature: float
-) -> list[Prediction]:
+def with_other_prompts(inputs: ProbeInputs, cause: str, changes: dict[str, Change]) -> list[Prediction]:
     """Score with each change of the prompts that changes one, and leaves every sampled token a predecessor."""
+    rows = inputs.rows
     found = [(name, with_prompts(rows, change)) for name, change in changes.items()]
     return [
-        Prediction(cause, name, 0.0, score_logprobs(scorer, changed, temperature=temperature))
+        inputs.predicted(cause, name, inputs.scorer, changed)
         for name, changed in found
         if len(changed.scored) == len(rows.scored) and not np.array_equal(changed.input_ids, rows.input_ids)
     ]
@@ -353,8 +353,6 @@ NO_THOUGHTS = "<think>\n\n</think>\n\n"
 
 def template_alternatives(inputs: ProbeInputs) -> list[Prediction]:
     """Score with prompts in another rendering of the model's chat template (R16)."""
-    from areal_core.trainer.build import load_tokenizer_at  # all of a trainer
-
     if inputs.rows.images is not None:
         return []
     message = [{"role": "user", "content": MESSAGE}]
@@ -376,7 +374,7 @@ def template_alternatives(inputs: ProbeInputs) -> list[Prediction]:
         "no generation prompt": lambda ids: stripped(ids, begin, -1),
         "an empty block of thoughts added": lambda ids: [*ids, *none],
     }
-    return with_other_prompts(inputs.scorer, inputs.rows, "R16.template", changes, inputs.setting.temperature)
+    return with_other_prompts(inputs, "R16.template", changes)
 
 
 def stripped(ids: list[int], part: list[int], side: int) -> list[int]:
@@ -428,11 +426,12 @@ def noise_of_engine(published: Noise, rescoring: Rescoring) -> Noise:
     return Noise(f"{published.name}, on this engine", variation, k3_most, source, variation)
 
 
-def expert_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
+def expert_alternatives(inputs: ProbeInputs) -> list[Prediction]:
     """Score with the engine's experts, and with its weights of them (R42).
 
     Nothing where they are not known or of another model, or rows are scored one at a time.
     """
+    scorer, rows = inputs.scorer, inputs.rows
     if rows.experts is None or not scorer.packs_rows:
         return []
     try:
@@ -443,8 +442,7 @@ def expert_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> 
         for name, width in ((EXPERTS, top_k), (f"{EXPERTS} and their weights", 2 * top_k)):
             if width <= rows.experts.shape[-1]:
                 given = replace(rows, experts=rows.experts[..., :width])
-                found = score_logprobs(replaying, given, temperature=temperature)
-                alternatives.append(Prediction("R42", name, 0.0, found))
+                alternatives.append(inputs.predicted("R42", name, replaying, given))
     except (ModelError, ValueError):
         return []
     routers.replay(None, scorer.device)
@@ -455,8 +453,9 @@ TOKENS_TO_TRY = 16  # of a completion
 MOST_TOKENS = 500_000  # to score after the prompts of other rows
 
 
-def prompt_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
+def prompt_alternatives(inputs: ProbeInputs) -> list[Prediction]:
     """Score bad rows after the prompts of other rows (R12)."""
+    rows = inputs.rows
     turns = [np.diff(rows.sampled[rows.row(row)].astype(int)) for row in range(rows.num_rows)]
     every, num_tokens = list(range(rows.num_rows)), int(rows.cu_seqlens[-1])
     if rows.num_rows < 2 or any((changes < 0).any() for changes in turns):
@@ -467,40 +466,33 @@ def prompt_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> 
         if next(most, None) is None:
             return
         values = rows.engine_logprobs[rows.scored[places]][:TOKENS_TO_TRY]
-        after = after_prompts(scorer, rows, row, every, TOKENS_TO_TRY, temperature)
+        after = after_prompts(inputs, row, every, TOKENS_TO_TRY)
         best = int(np.argmin(bounded(values - after).mean(1)))
         if best != row:
-            yield after_prompts(scorer, rows, row, [best], None, temperature)[0]
+            yield after_prompts(inputs, row, [best], None)[0]
 
-    now = score_logprobs(scorer, rows, temperature=temperature)
-    return best_by_row(rows, now, tried, "R12", "the prompts of other rows")
+    return best_by_row(rows, inputs.now, tried, "R12", "the prompts of other rows")
 
 
-def after_prompts(
-    scorer: Scorer, rows: Sequences, row: int, prompts: list[int], count: int | None, temperature: float
-) -> Floats:
+def after_prompts(inputs: ProbeInputs, row: int, prompts: list[int], count: int | None) -> Floats:
+    rows = inputs.rows
     bounds = [np.arange(*rows.cu_seqlens[one : one + 2]) for one in range(rows.num_rows)]
     completion = bounds[row][rows.sampled[bounds[row]]][:count]
     joined = [np.concatenate([bounds[one][~rows.sampled[bounds[one]]], completion]) for one in prompts]
     images = None if rows.images is None else tuple(rows.images[one] for one in prompts)
     alone = Sequences(rows.input_ids, rows.cu_seqlens, rows.sampled, rows.engine_logprobs)
     packed = alone.of_tokens(np.concatenate(joined), np.cumsum([0, *map(len, joined)]), images=images)
-    return score_logprobs(scorer, packed, temperature=temperature).reshape(len(prompts), -1)
-
-
-def of_model(alternatives: Callable[[Scorer, Sequences, float], list[Prediction]]) -> Probe:
-    return lambda inputs: alternatives(inputs.scorer, inputs.rows, inputs.setting.temperature)
+    return inputs.predicted("", "", inputs.scorer, packed).logprobs.reshape(len(prompts), -1)
 
 
 PROBES: tuple[Probe, ...] = (
     probe_dtype,
-    of_model(expert_alternatives),
-    lambda i: bos_alternatives(i.scorer, i.rows, i.setting.bos_token_id, i.setting.temperature),
+    expert_alternatives,
+    bos_alternatives,
     template_alternatives,
-    of_model(image_alternatives),
-    of_model(prompt_alternatives),
-    of_model(cut_prompts),
+    lambda i: image_alternatives(i.scorer, i.rows, i.setting.temperature, i.now),
+    prompt_alternatives,
+    cut_prompts,
     probe_checkpoints,
-    of_model(variant_alternatives),
-    of_model(permuted_experts),
+    lambda i: variant_alternatives(i.scorer, i.rows, i.setting.temperature),
 )

@@ -2,7 +2,8 @@
 
 They are enumerated from the model's own modules: rotary positions, heads and layout of attention,
 MLP, norms, experts, skipped layers, quantised weights. Every variant is a change in place that is
-taken back. All are screened on few tokens; the one that fits best is scored on all of them.
+taken back. They are screened on few tokens, further members of a family only where one of the first two
+moves the logprobs as the engine's differ; the one that fits best is scored on all tokens.
 """
 
 import copy
@@ -19,20 +20,23 @@ import torch
 from torch import Tensor, nn
 
 from consistency.case import TIE_RATIO
+from consistency.measure import correlation
 from consistency.score import Scorer, score_logprobs
 from consistency.tensors import (
     LAYER,
-    MOST_PARAMETERS,
     MOST_TENSORS,
     VOCABULARY_WORDS,
     tensors_of,
     with_values,
 )
-from consistency.tokens import Floats, Ints, Sequences
-from consistency.transforms import Prediction, mean_square, select_rows, spread_rows
+from consistency.tokens import Floats, Sequences
+from consistency.transforms import RESIDUAL_BOUND, Prediction, mean_square, select_rows, spread_rows
 
 TOKENS_TO_SCREEN = 256
 LEAST_GAIN = 1.5  # of squares, below which the best variant is not scored on all tokens
+# Correlation with D of one of a family's first two members. A variant that explains a third of the squares has 0.58,
+# chance leaves 0.06 in 256 tokens.
+ALIGNED = 0.2
 BASES = (1e3, 2.5e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8)
 FACTORS = (0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
 MULTIPLES = (0.25, 0.5, 2.0, 4.0)  # of a number of the model
@@ -46,15 +50,18 @@ Hook = Callable[..., Any]
 
 @dataclass
 class Variant:
-    """A change: new values of tensors, attributes, and hooks on the outputs of modules."""
+    """A change: new values of tensors, attributes, and hooks on the outputs of modules.
+
+    Those of one `family` move the logprobs the same way, or the other way; the first two do either.
+    """
 
     cause: str
     name: str
     values: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = field(default_factory=list)
     attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
     hooks: list[tuple[nn.Module, Hook]] = field(default_factory=list)
-    scan: "Scan | None" = None  # the numbers of which it is one, which can be refined
     number: float = 0.0
+    family: "Scan | str | None" = None  # of a scan, the numbers can be refined
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -73,9 +80,10 @@ Scan = tuple[Callable[[float], Variant], tuple[float, ...], float]  # maker, gri
 
 
 def scanned(make: Callable[[float], Variant], grid: tuple[float, ...], own: float) -> Iterator[Variant]:
-    """Yield variants that differ in one number."""
+    """Yield variants that differ in one number, the nearest to the model's own first."""
     scan = (make, grid, own)
-    yield from (replace(make(number), scan=scan, number=number) for number in grid)
+    for number in sorted(grid, key=lambda number: abs(np.log(number / own))):
+        yield replace(make(number), number=number, family=scan)
 
 
 def variant_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
@@ -85,14 +93,22 @@ def variant_alternatives(scorer: Scorer, rows: Sequences, temperature: float) ->
 
 def best_of(scorer: Scorer, rows: Sequences, temperature: float, variants: list[Variant]) -> list[Prediction]:
     screened = select_rows(rows, spread_rows(rows, TOKENS_TO_SCREEN))
+    engine = screened.engine_logprobs[screened.scored]
+    base = score_logprobs(scorer, screened, temperature=temperature)
+    difference, as_is = signed(engine - base), missed(screened, base)
+    shared: dict[Scan | str | None, list[float]] = {}  # correlation with D of the members of a family
 
     def miss(variant: Variant) -> float:
+        before = shared.setdefault(variant.family, [])
+        if variant.family is not None and len(before) > 1 and max(before) < ALIGNED:
+            return float("inf")
         try:
-            return missed(screened, scored_with(variant, scorer, screened, temperature))
+            predicted = scored_with(variant, scorer, screened, temperature)
         except (AttributeError, RuntimeError, ValueError):  # which this class does not compute
             return float("inf")
+        before.append(abs(correlation(signed(predicted - base), difference)))
+        return missed(screened, predicted)
 
-    as_is = miss(Variant("", ""))
     every = [one for one in variants if one.values or one.attributes or one.hooks]
     misses = [miss(variant) for variant in every]
     if not misses:
@@ -101,59 +117,23 @@ def best_of(scorer: Scorer, rows: Sequences, temperature: float, variants: list[
     # Of variants that do the same to this model, the first.
     chosen = next(one for one, left in zip(every, misses, strict=True) if left <= least * TIE_RATIO)
     # A number near the model's own may fit where none of a coarse grid does.
-    near = [scan for scan in dict.fromkeys(one.scan for one in every) if scan is not None]
-    for scan in near if least * LEAST_GAIN > as_is else () if chosen.scan is None else [chosen.scan]:
-        least, chosen = refine(miss, least, chosen, scan)
+    near = [one for one, found in shared.items() if max(found, default=0.0) > ALIGNED]
+    for scan in near if least * LEAST_GAIN > as_is else [chosen.family]:
+        if isinstance(scan, tuple):
+            least, chosen = refine(miss, least, chosen, scan)
     if least * LEAST_GAIN > as_is:
         return []
     return [Prediction(chosen.cause, chosen.name, 0.0, scored_with(chosen, scorer, rows, temperature))]
 
 
+def signed(difference: Floats) -> Floats:
+    """Differences, bounded; unusable ones count as 0."""
+    return np.clip(np.nan_to_num(difference, posinf=0, neginf=0), -RESIDUAL_BOUND, RESIDUAL_BOUND)
+
+
 def scored_with(variant: Variant, scorer: Scorer, rows: Sequences, temperature: float) -> Floats:
     with variant.applied():
         return score_logprobs(scorer, rows, temperature=temperature)
-
-
-def permuted_experts(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
-    """Score with the experts of each layer in the order that fits best (R25); none where none does.
-
-    Two experts are exchanged where that fits better: first in all layers alike, as by ranks in
-    another order, then in each layer alone.
-    """
-    every = [
-        one for one in scorer.model.modules() if isinstance(getattr(one, "down_proj", None), nn.Parameter)
-    ]
-    layers = [[p for p in one.parameters(recurse=False) if len(p) == len(one.down_proj)] for one in every]
-    count = len(every[0].down_proj) if every else 0
-    size = sum(p.numel() for p in scorer.model.parameters())
-    if not 1 < count <= MOST_EXPERTS or size > MOST_PARAMETERS or len({len(e.down_proj) for e in every}) > 1:
-        return []
-    screened = select_rows(rows, spread_rows(rows, TOKENS_TO_SCREEN))
-
-    def predicted(of: Sequences, orders: Ints) -> Floats:
-        moved = [(p, p.data[order]) for layer, order in zip(layers, orders, strict=True) for p in layer]
-        with with_values(moved):
-            return score_logprobs(scorer, of, temperature=temperature)
-
-    best = np.tile(np.arange(count), (len(layers), 1))
-    least = as_is = missed(screened, predicted(screened, best))
-    for _ in range(SWEEPS):
-        before = least
-        for group in (slice(None), *range(len(layers))):
-            for one, other in itertools.combinations(range(count), 2):
-                tried = best.copy()
-                tried[group, [one, other]] = tried[group, [other, one]]
-                if (left := missed(screened, predicted(screened, tried))) < least:
-                    best, least = tried, left
-        if least * LEAST_GAIN > before:  # of a fault of another kind, or found
-            break
-    if least * LEAST_GAIN > as_is:
-        return []
-    name = f"experts in another order, such as {best[0].tolist()} in the first layer that has them"
-    return [Prediction("R25.variant", name, 0.0, predicted(rows, best))]
-
-
-MOST_EXPERTS, SWEEPS = 32, 4
 
 
 def missed(rows: Sequences, predicted: Floats) -> float:
@@ -257,7 +237,7 @@ def refine(
 ) -> tuple[float, Variant]:
     """Search a number between the neighbours of the best one, or of the model's own."""
     make, numbers, own = scan
-    at = chosen.number if chosen.scan is scan else own
+    at = chosen.number if chosen.family is scan else own
     grid = sorted({*numbers, own})
     low, high = grid[max(grid.index(at) - 1, 0)], grid[min(grid.index(at) + 1, len(grid) - 1)]
     for _ in range(REFINEMENTS):
@@ -415,7 +395,11 @@ def option_variants(model: Any) -> Iterator[Variant]:
     unique = {id(one): one for one in known if one is not None}.values()
     for title, names, kind, change in OPTIONS:
         options = [(one, name, getattr(one, name, ...)) for one in unique for name in names.split()]
-        changed = [(one, name, change(old)) for one, name, old in options if isinstance(old, kind)]
+        changed = [
+            (one, name, change(old))
+            for one, name, old in options
+            if isinstance(old, kind) and change(old) != old
+        ]
         cause = "R49" if "positions" in title else "R52.variant" if names == WINDOW else "R54"
         yield Variant(cause, title, attributes=changed)
     factors: dict[str, list[tuple[nn.Module, Any]]] = {}
@@ -529,13 +513,10 @@ def replaced(new: Tensor, old: Tensor) -> Tensor:
 
 
 CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
-    "zero": torch.zeros_like,
     "halved": lambda old: 0.5 * old,
     "doubled": lambda old: 2.0 * old,
+    "zero": torch.zeros_like,
     "with the other sign": torch.neg,
-    "transposed": lambda old: (
-        old.mT.contiguous() if old.dim() > 1 and old.shape[-1] == old.shape[-2] else old
-    ),
 }
 
 
@@ -552,7 +533,9 @@ def changed_tensors(model: Any) -> Iterator[Variant]:
     for name, tensors in groups.items():
         cause = "R26.rescaled" if any(word in name for word in VOCABULARY_WORDS) else "R25.variant"
         for how, change in CHANGED.items():
-            yield Variant(cause, f"{name} {how}", [(tensor, change) for tensor in tensors])
+            yield Variant(cause, f"{name} {how}", [(one, change) for one in tensors], family=name)
+        square = [one for one in tensors if one.dim() > 1 and one.shape[-1] == one.shape[-2]]
+        yield Variant(cause, f"{name} transposed", [(one, lambda old: old.mT.contiguous()) for one in square])
 
 
 # Experts.
@@ -574,6 +557,16 @@ def expert_variants(model: Any) -> Iterator[Variant]:
         values = [(p, partial(without_shard, rank, count)) for p in outputs if len(p) % count == 0]
         name = f"shard {rank} of {count} of the experts without an output"
         yield Variant("R25.variant", name, list(values))
+    stacked = [one for one in model.modules() if isinstance(getattr(one, "down_proj", None), nn.Parameter)]
+    tensors = [(p, len(one.down_proj)) for one in stacked for p in one.parameters(recurse=False)]
+    orders: dict[str, Order] = {}
+    for count in SHARDS:
+        orders |= {f"of {by} of {count} ranks further": partial(rolled, by, count) for by in range(1, count)}
+        orders[f"interleaved over {count} ranks"] = partial(regrouped, count, -1)
+        orders[f"interleaved over {count} ranks the other way"] = partial(regrouped, -1, count)
+    for name, order in orders.items():
+        values = [(p, order) for p, number in tensors if len(p) == number]
+        yield Variant("R25.variant", f"experts {name}", list(values))
     shared = [one for name, one in model.named_modules() if name.endswith(SHARED_EXPERTS)]
     scales = {getattr(one, "routed_scaling_factor", 1.0) for one in routers_of}
     grid = tuple(sorted({*MULTIPLES, *scales} - {1.0}))
@@ -581,6 +574,10 @@ def expert_variants(model: Any) -> Iterator[Variant]:
     gates = [module for name, module in model.named_modules() if name.endswith("shared_expert_gate")]
     opened = [(gate, lambda *args: torch.full_like(args[-1], 100.0)) for gate in gates]  # of a sigmoid
     yield Variant("R54", "the shared expert without its gate", hooks=list(opened))
+
+
+def rolled(by: int, count: int, old: Tensor) -> Tensor:
+    return old if len(old) % count else old.roll(-by * len(old) // count, 0)
 
 
 def without_shard(rank: int, count: int, old: Tensor) -> Tensor:
@@ -643,10 +640,11 @@ def quantized_variants(model: Any) -> Iterator[Variant]:
     weights = [layer.weight for layer in linear] + [p for p in model.base_model.parameters() if p.dim() == 3]
     for name, scheme in SCHEMES.items():
         values = [(weight, partial(in_scheme, scheme)) for weight in weights]
-        yield Variant("R44", f"weights in {name}", list(values))
+        yield Variant("R44", f"weights in {name}", list(values), family=name)
         if name in OF_INPUTS:
             hooks = [(layer, partial(with_inputs, OF_INPUTS[name])) for layer in linear]
-            yield Variant("R44", f"weights in {name}, and inputs", list(values), hooks=list(hooks))
+            found = Variant("R44", f"weights in {name}, and inputs", list(values), hooks=list(hooks))
+            yield replace(found, family=name)
 
 
 def in_scheme(scheme: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:

@@ -89,22 +89,6 @@ def only_decoded_tokens_differ(case: Case) -> Finding | None:
     )
 
 
-def model_not_repeatable(case: Case) -> Finding | None:
-    """R47: the model computes different logprobs for the same batch."""
-    if case.rescoring is None or case.rescoring.model_repeat <= 1e-7:
-        return None
-    repeat = case.rescoring.model_repeat
-    return finding("R47", repeat=repeat, is_fault=repeat > case.level)
-
-
-def batch_variant(case: Case) -> Finding | None:
-    """R39: the model's logprobs depend on the batch by more than its dtype allows."""
-    rescoring = case.rescoring
-    if rescoring is None or rescoring.model_alone <= NOISE_FACTOR * case.level:
-        return None
-    return finding("R39", alone=rescoring.model_alone, repeat=rescoring.model_repeat)
-
-
 def placeholder_logprobs(case: Case) -> Finding | None:
     """R60: one number stands in place of logprobs: 0 at the first token, a lower limit."""
     table = case.table
@@ -271,8 +255,6 @@ CHECKS_OF_NUMBERS: tuple[Callable[[Case], Finding | None], ...] = (
     trainer_differs,
     decoding_differs,
     only_decoded_tokens_differ,
-    model_not_repeatable,
-    batch_variant,
     placeholder_logprobs,
     rounded_logprobs,
     other_dtype,

@@ -205,10 +205,11 @@ def foreign_tokens(case: Case) -> Finding | None:
     )
 
 
-def of_other_samples(case: Case) -> Finding | None:
-    """R12: log-probs of some rows are those of samples that are not in the batch.
+def of_other_tokens(case: Case) -> Finding | None:
+    """R12: log-probs of bad rows are those of other tokens of them, of the batch, or of none in it.
 
-    Tokens and log-probs are as likely as sampled ones are, and have nothing in common.
+    In order of size they are the model's; or tokens and log-probs are as likely as sampled ones are
+    and have nothing in common.
     """
     if not case.unexplained:
         return None
@@ -217,7 +218,12 @@ def of_other_samples(case: Case) -> Finding | None:
     bad = np.isin(table.sequence, bad_rows)
     if bad.sum() < FEWEST_FOREIGN or len(bad_rows) < 2:
         return None
-    engine, trainer = table.engine[bad], table.trainer[bad]
+    row, engine, trainer = table.sequence[bad], table.engine[bad], table.trainer[bad]
+    for of, key in (("rows", row), ("the batch", np.zeros_like(row))):
+        by_size = (values[np.lexsort((values, key))] for values in (engine, trainer))
+        left = float(np.abs(np.subtract(*by_size)).mean())
+        if left <= case.level:
+            return finding("R12.order", of=of, left=left, apart=np.abs(engine - trainer).mean())
     apart = (engine.mean() - trainer.mean()) / np.sqrt((engine.var() + trainer.var()) / len(engine))
     shared, surprise = correlation(engine, trainer), case.surprise(table.index[bad])
     if shared > SHARED or max(abs(apart), abs(surprise)) > LARGEST_SURPRISE:
@@ -530,7 +536,7 @@ def positions_differ(case: Case) -> Finding | None:
 CHECKS: tuple[Callable[[Case], Finding | None], ...] = (
     lengths_differ,
     foreign_tokens,
-    of_other_samples,
+    of_other_tokens,
     duplicate_samples,
     from_replay,
     context_rewritten_at_a_turn,

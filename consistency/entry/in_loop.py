@@ -120,13 +120,7 @@ class InLoop:
     """An observer of a run that computes proximal logprobs.
 
     It compares every `every`-th step; rank 0 appends the numbers to `file` (JSON lines) and logs
-    warnings.
-
-    Args:
-        every: steps from one comparison to the next.
-        file: new lines are appended; mean |D| and k3 are in nats.
-        gather: collects the sums of all ranks from one rank's; a collective.
-        rank: of this process.
+    warnings. `gather`, a collective, collects the sums of all ranks.
     """
 
     every: int

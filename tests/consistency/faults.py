@@ -22,7 +22,7 @@ from .faulty_engine import FaultyEngine, draw, report, sample_rows, sequences_of
 from .models import ARCHITECTURE, BOS, VOCABULARY_SIZE, peaked_model
 
 NUM_ROWS, PROMPT_LENGTH, NUM_TOKENS = 40, 12, 80
-SETTING = Setting(vocabulary_size=VOCABULARY_SIZE, noise=NOISE["bfloat16"])
+SETTING = Setting(vocabulary_size=VOCABULARY_SIZE, bos_token_id=BOS, noise=NOISE["bfloat16"])
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def missing_bos(world: World) -> Given:
     true = sequences_of(full, PROMPT_LENGTH)
     sequences = sequences_of(torch.cat([recorded_prompt[:, :1], full], 1), PROMPT_LENGTH + 1)
     sequences.engine_logprobs[sequences.scored] = report(world.engine(), true, world.seed)
-    return Given(sequences, alternatives=probes.bos_alternatives(world.trainer, sequences, BOS, 1.0))
+    return Given(sequences, alternatives=probes.bos_alternatives(probing(world, sequences)))
 
 
 def hidden_context(world: World) -> Given:
@@ -196,7 +196,7 @@ def cut_prompts(world: World) -> Given:
     )
     logprobs = np.pad(kept.engine_logprobs.reshape(len(world.prompts), -1), [(0, 0), (cut, 0)])
     sequences = replace(sequences_of(tokens, PROMPT_LENGTH), engine_logprobs=logprobs.reshape(-1))
-    return Given(sequences, alternatives=probes.cut_prompts(world.trainer, sequences, 1.0))
+    return Given(sequences, alternatives=probes.cut_prompts(probing(world, sequences)))
 
 
 def likely_tokens_forbidden(reports: bool) -> Callable[[World], Given]:
@@ -267,7 +267,7 @@ def one_stale_layer(world: World) -> Given:
     model = copy.deepcopy(world.trainer.model)
     model.model.layers[1].load_state_dict(previous.model.model.layers[1].state_dict())
     sequences = world.sample(scorer_of(model))
-    return Given(sequences, alternatives=probes.partial_alternatives(world.trainer, previous, sequences, 1.0))
+    return Given(sequences, alternatives=probes.partial_alternatives(probing(world, sequences), previous))
 
 
 def added_tokens(world: World) -> Given:
@@ -305,9 +305,8 @@ def stale_prompts(world: World) -> Given:
         ids, at = rows.input_ids[rows.row(row)], places[row] - rows.cu_seqlens[row]
         cache = read_prefix(other, ids[:8])
         rows.engine_logprobs[places[row]] = logprobs_after(world.trainer, cache, ids[8:], at - 8)
-    return Given(
-        rows, alternatives=probes.stale_prefixes(*probing(world, rows, other, "the previous checkpoint"))
-    )
+    found = probes.stale_prefixes(probing(world, rows), other, "the previous checkpoint")
+    return Given(rows, alternatives=found)
 
 
 def changed_while_sampling(world: World) -> Given:
@@ -315,13 +314,13 @@ def changed_while_sampling(world: World) -> Given:
     given = stitched(lambda row, place: place < 10 + row)(world)
     other = moved(world.trainer, world.seed)
     before = Prediction("R24", "the previous checkpoint", 0.0, score(other, given.sequences).logprob)
-    found = probes.changed_within_rows(*probing(world, given.sequences, other, before))
+    found = probes.changed_within_rows(probing(world, given.sequences), other, before)
     return replace(given, alternatives=[before, *found])
 
 
-def probing(world: World, rows: Sequences, *other) -> tuple:
-    inputs = probes.ProbeInputs(world.trainer, rows, Request(""), SETTING, "float32")
-    return inputs, *other, score(world.trainer, rows).logprob
+def probing(world: World, rows: Sequences) -> probes.ProbeInputs:
+    now = score(world.trainer, rows).logprob
+    return probes.ProbeInputs(world.trainer, rows, Request(""), SETTING, "float32", now)
 
 
 def bfloat16_output_layer(world: World) -> Given:
@@ -383,6 +382,11 @@ def half_the_adapter(world: World) -> Given:
     return Given(sequences, alternatives=best_of(world.trainer, sequences, 1.0, list(scales)))
 
 
+def two_penalties(rows):
+    scaled = transforms.repetition_penalty(rows, 1.2)
+    return transforms.presence_penalty(replace(rows, logits=scaled), 0.6)
+
+
 CLEAN = with_transforms()
 FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "temperature 0.8 in the engine": ("R01", with_transforms(**both(transforms.at_temperature, temperature=0.8))),
@@ -397,6 +401,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "repetition penalty": ("R05", with_transforms(**both(transforms.repetition_penalty, penalty=1.15))),
     "repetition penalty of the output": ("R05", with_transforms(**both(transforms.output_repetition_penalty, penalty=1.15))),
     "frequency penalty": ("R05", with_transforms(**both(transforms.frequency_penalty, penalty=0.4))),
+    "penalties at once": ("R05", with_transforms(**both(two_penalties))),
     "presence penalty": ("R05", with_transforms(**both(transforms.presence_penalty, penalty=0.6))),
     "likely tokens forbidden": ("R06", likely_tokens_forbidden(reports=True)),
     "likely tokens not drawn": ("R06", likely_tokens_forbidden(reports=False)),

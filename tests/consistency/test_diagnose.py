@@ -12,11 +12,12 @@ from consistency import transforms
 from consistency.alternatives.probes import cut_prompts, partial_alternatives
 from consistency.alternatives.variants import variants_of
 from consistency.checks import recognise
-from consistency.diagnose import Diagnosis, diagnose
+from consistency.diagnose import Diagnosis, diagnose, with_derived
 from consistency.score import score, scorer_of
 from consistency.tensors import evidence
 from consistency.transforms import replay, select_rows
 
+from . import faults
 from .faults import CLEAN, FAULTS, Given, World, make_world, moved, stitched, variant, with_transforms
 from .models import peaked_model
 
@@ -56,6 +57,7 @@ def diagnosis_of(given: Given, at: World) -> Diagnosis:
     scores = score(at.trainer, given.sequences, temperature=given.setting.temperature)
     setting = given.setting
     replays = replay(at.trainer, given.sequences, setting.temperature, setting.eos_token_id)
+    replays = with_derived(replays, given.sequences)
     return diagnose(given.sequences, scores, setting, replays, given.alternatives)
 
 
@@ -76,7 +78,7 @@ def test_planted_fault_is_the_first_cause(name):
 
 def test_a_prompt_of_one_token_is_not_cut():
     one = dataclasses.replace(world(), prompts=world().prompts[:, :1])
-    assert cut_prompts(one.trainer, one.sample(moved(one.trainer, 0)), 1.0) == []
+    assert cut_prompts(faults.probing(one, one.sample(moved(one.trainer, 0)))) == []
 
 
 @pytest.mark.long
@@ -160,9 +162,10 @@ def test_a_tied_output_layer_that_kept_its_values_is_named():
     now = scorer_of(peaked_model(tie_word_embeddings=True))
     old = moved(now, 0)
     engine = dataclasses.replace(now, head=old.head)
-    rows = dataclasses.replace(world(), trainer=now).sample(engine)
+    tied_world = dataclasses.replace(world(), trainer=now)
+    rows = tied_world.sample(engine)
     rows.engine_logprobs[rows.scored] = score(engine, rows).logprob
-    tied = partial_alternatives(now, old, rows, 1.0)[0]
+    tied = partial_alternatives(faults.probing(tied_world, rows), old)[0]
     assert (tied.cause, tied.name) == ("R26.tied", "the output layer of the previous checkpoint")
     assert np.abs(tied.logprobs - rows.engine_logprobs[rows.scored]).max() < 1e-5
 

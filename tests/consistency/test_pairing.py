@@ -53,5 +53,5 @@ def test_a_number_of_its_own_for_each_row_explains_nothing_where_other_rows_stay
         for by in range(NUM_ROWS)
     )
     rows, at = SimpleNamespace(row_of_token=row, scored=np.arange(len(row))), np.arange(len(row))
-    found = with_derived(Replays(at, at, engine.ravel(), base.ravel(), tried), rows, ())
+    found = with_derived(Replays(at, at, engine.ravel(), base.ravel(), tried), rows)
     assert not [one for one in found.predictions if one.rows]

@@ -7,9 +7,9 @@ import pytest
 
 from areal_core.servers.server import call
 from areal_core.servers.sglang import SGLANG
-from consistency.alternatives.probes import bos_alternatives, checkpoint_alternative
-from consistency.case import NOISE, Setting
-from consistency.diagnose import diagnose
+from consistency.alternatives.probes import ProbeInputs, bos_alternatives
+from consistency.case import NOISE, Request, Setting
+from consistency.diagnose import diagnose, with_derived
 from consistency.score import load_scorer, score
 from consistency.tokens import Completion, sequences_from_completions
 from consistency.transforms import replay
@@ -49,10 +49,12 @@ def sampled(server, sent_before=(), **sampling):
     )
 
 
-def judged(model, sequences, probe=lambda scorer, sequences: ()):
+def judged(model, sequences, probe=lambda inputs: ()):
     scorer = load_scorer(str(model))
-    replays = replay(scorer, sequences, 1.0, EOS)
-    return diagnose(sequences, score(scorer, sequences), SETTING, replays, probe(scorer, sequences))
+    replays = with_derived(replay(scorer, sequences, 1.0, EOS), sequences)
+    scores = score(scorer, sequences)
+    inputs = ProbeInputs(scorer, sequences, Request(""), SETTING, "float32", scores.logprob)
+    return diagnose(sequences, scores, SETTING, replays, probe(inputs))
 
 
 def test_float32_server_agrees_to_under_1e_5_and_is_healthy(server, model):
@@ -80,15 +82,13 @@ def test_unrequested_option_is_named_with_its_value(server, model, sampling, cau
 
 
 def test_second_bos_is_named(server, model):
-    found = judged(
-        model, sampled(server, [BOS]), lambda scorer, rows: bos_alternatives(scorer, rows, BOS, 1.0)
-    )
+    found = judged(model, sampled(server, [BOS]), bos_alternatives)
     assert (found.causes[0].id, found.causes[0].name) == ("R15", "double BOS")
 
 
 def test_server_that_still_holds_the_previous_checkpoint_is_stale(server, model, tmp_path):
-    def previous(scorer, rows):
-        return [checkpoint_alternative(load_scorer(str(model)), rows, "R24", "the previous checkpoint", 1.0)]
+    def previous(inputs):
+        return [inputs.predicted("R24", "the previous checkpoint", load_scorer(str(model)))]
 
     newer = save_model(tmp_path / "newer", seed=5)
     found = judged(newer, sampled(server), previous)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_core.trainer.build import load_tokenizer_at
+from areal_core.engine.model import load_tokenizer_at
 from consistency.alternatives.probes import NO_THOUGHTS, with_prompts
 from consistency.case import NOISE, Request, Setting
 from consistency.check import check, explain_trainer

@@ -11,9 +11,9 @@ from areal_core.config.allocation import Parallel, parse_allocation
 from areal_core.config.train_engine import FSDPEngineConfig
 from areal_core.data import get_dataset
 from areal_core.engine.memory_plan import Model, Shape, estimate_memory, read_shape, state_parts
-from areal_core.engine.model import load_model
+from areal_core.engine.model import load_model, load_tokenizer_at
 from areal_core.testing.tiny_vision import make_tiny_vision_model
-from areal_core.trainer.build import build_engine, load_tokenizer_at
+from areal_core.trainer.build import build_engine
 from areal_debug.dry_run.plan import longest_row
 
 SHAPE = Shape(1000, 0, 200, 400, 2, 8, 16, 100, 64)
