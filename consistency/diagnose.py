@@ -20,7 +20,7 @@ from consistency.rescoring import Rescoring, TrainerCheck
 from consistency.score import Scores
 from consistency.tensors import ChangedTensor
 from consistency.tokens import Floats, Ints, Sequences, TokenTable, compare_tokens
-from consistency.transforms import RESIDUAL_BOUND, Prediction, Replays, mean_square, of_some_rows
+from consistency.transforms import RESIDUAL_BOUND, Prediction, Replays, bounded, mean_square, of_some_rows
 
 SHIFTS = (1, -1, 2, -2, 3, -3)
 TOKENS_TO_PAIR = 24
@@ -71,7 +71,8 @@ def diagnose(
         sequences = replace(sequences, engine_logprobs=in_logprobs(units, sequences.engine_logprobs))
     table = compare_tokens(sequences, scores.logprob)
     if replays is not None:
-        replays = with_predictions(replays, row_of_sample(replays, sequences), alternatives)
+        row = sequences.row_of_token[sequences.scored][replays.sample]
+        replays = with_predictions(replays, row, alternatives)
     measurement = measure(table)
     case = Case(
         sequences, table, scores, measurement, setting, replays, rescoring, trainer_check, changed_tensor
@@ -105,13 +106,9 @@ def missing_columns(case: Case, alternatives: Sequence[Prediction]) -> tuple[str
     return tuple(name for name, absent in wanted.items() if absent)
 
 
-def row_of_sample(replays: Replays, sequences: Sequences) -> Ints:
-    return sequences.row_of_token[sequences.scored][replays.sample]
-
-
 def with_derived(replays: Replays, sequences: Sequences) -> Replays:
     """Add the predictions that follow from the model's own logprobs, without its logits."""
-    row = row_of_sample(replays, sequences)
+    row = sequences.row_of_token[sequences.scored][replays.sample]
     engine, base = replays.engine, replays.base
     offset = float(np.median(engine - base))
     place = np.concatenate([np.arange(count) for count in np.unique(row, return_counts=True)[1]])
@@ -127,6 +124,7 @@ def with_derived(replays: Replays, sequences: Sequences) -> Replays:
         ),
         Prediction("R08.mean", "the mean of each row", 0.0, by_row(base, row, np.mean)),
         *(Prediction("R11", "shift", float(by), shifted(base, row, by)) for by in SHIFTS),
+        *(from_a_place(engine, base, shifted(base, row, by), by, place) for by in SHIFTS),
         Prediction("R11.reversed", "rows in reversed order", 0.0, by_row(base, row, np.flip)),
         mispaired_rows(engine, base, row),
     ]
@@ -204,14 +202,20 @@ def best_partners(heads: Floats, candidates: Floats) -> tuple[Ints, Floats]:
     return found[0].astype(np.int64), found[1]
 
 
+def from_a_place(engine: Floats, base: Floats, later: Floats, by: int, place: Ints) -> Prediction:
+    """Predict a shift of all tokens of a row from that place on which fits best."""
+    saved = np.bincount(place, weights=bounded(engine - base) - bounded(engine - later))
+    first = int(np.argmax(np.cumsum(saved[::-1])[::-1]))
+    name = f"the logprobs from token {first + 1} of each row on, shifted by"
+    return Prediction("R11", name, float(by), np.where(place >= first, later, base))
+
+
 def forbidden_initially(engine: Floats, base: Floats, everywhere: Prediction, place: Ints) -> Prediction:
     """EOS forbidden for the first `parameter` tokens of each row, as many as fit best.
 
     `parameter` is infinite if it is forbidden for all of them.
     """
-    saved = np.minimum(np.abs(engine - base), RESIDUAL_BOUND) - np.minimum(
-        np.abs(engine - everywhere.logprobs), RESIDUAL_BOUND
-    )
+    saved = bounded(engine - base) - bounded(engine - everywhere.logprobs)
     by_place = np.cumsum(np.bincount(place, weights=saved))
     last = int(np.argmax(by_place))
     predicted = np.where(place <= last, everywhere.logprobs, base)

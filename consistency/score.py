@@ -187,12 +187,8 @@ def score(
 ) -> Scores:
     """Score every sampled token.
 
-    Args:
-        temperature: divides the logits.
-        top_k: number of most likely tokens to keep, at most the vocabulary size.
-        tokens_per_pass: tokens of one forward pass, at least the longest row.
-        detailed_rows: rows to score in detail; all by default.
-        progress: called with the number of tokens of each finished pass.
+    `top_k` most likely tokens are kept, of `detailed_rows` or of all; `progress` is called with the
+    number of tokens of each finished pass.
     """
     top_k = min(top_k, scorer.head.vocabulary_size)
     result = Scores.empty(len(sequences.scored), top_k)

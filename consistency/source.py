@@ -260,10 +260,7 @@ def sampling_of(
 ) -> tuple[Sampling, tuple[str, ...]]:
     """Return the sampling options, and one sentence for each that was not given.
 
-    Args:
-        config: the trainer's own options, {} if unknown.
-        given: options that the user gave.
-        dtype: of the trainer.
+    `config` are the trainer's own options, {} if unknown, and `given` those of the user.
     """
     values, notes = dict(given), []
     for name, usual in ASSUMED.items():

@@ -22,16 +22,14 @@ from torch import Tensor
 from consistency.score import TOKENS_PER_PASS, Scorer, predictors
 from consistency.tokens import PER_ROW, ROUNDING_ABOVE_ZERO, Floats, Ints, Sequences, is_minus_infinity
 
-# Size of the full logits that a transform is tested on: 1,365 tokens of a vocabulary of 49 k, of
-# which the screening takes 341.
+# Full logits that a transform is tested on: 1,365 tokens of a vocabulary of 49 k; the screening, 341.
 LOGITS_TO_REPLAY = 1 << 26
 LOGITS_TO_SCREEN = 1 << 24
 FEWEST_TOKENS = 256
 MOST_TOKENS = 4096
 ZOOMS = 2
 ZOOM_POINTS = 9
-# Residuals are bounded, so that one token cannot decide.
-RESIDUAL_BOUND = 5.0
+RESIDUAL_BOUND = 5.0  # so that one token cannot decide
 # Of a row's mean |D|, at most, left with the right prompt or images.
 EXPLAINED = 0.2
 # Nats that an excluded token costs: noise at the edge of a nucleus does not refute it.
@@ -179,8 +177,8 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
 
 
 IN_ORDER = ("R05", "R01", "R03")  # in which engines apply them: penalties, temperature, truncation
-GAIN_OF_ONE = 1.5  # of squares, by a search through all transforms
-GAIN_OF_NEW = 1.2  # of squares, by one more of them
+GAIN_OF_ONE = 1.5  # of squares, by the best one alone
+GAIN_OF_NEW = 1.2  # of squares, by one more of them, or by one more search
 GAIN_OF_ALL = 1e3  # of squares, by one transform that leaves nothing to others
 
 
@@ -192,15 +190,19 @@ def several_at_once(
     base: Floats,
 ) -> list[Prediction]:
     """Search transforms that act together, beginning with the one that fits best alone."""
-    known = [family for cause in IN_ORDER for family in families if family.cause == cause]
     single = [(mean_square(engine, p.logprobs), p) for p in predictions if p.cause in IN_ORDER]
     least, first = min(single, key=lambda one: one[0], default=(0.0, None))
     share = least / max(mean_square(engine, base), 1e-12)
     if first is None or not 1 / GAIN_OF_ALL < share < 1 / GAIN_OF_ONE:
         return []
+    # Of the two repetition penalties an engine has one.
+    others = [
+        one for one in families if one.name.split()[0] != first.name.split()[0] or one.name == first.name
+    ]
+    known = [family for cause in IN_ORDER for family in others if family.cause == cause]
     numbers, predicted, before = {first.name: first.parameter}, base, np.inf
     seen = {family.name: {*family.grid} for family in known}
-    while least * GAIN_OF_ONE < before:
+    while least * GAIN_OF_NEW < before:
         before = least
         for family in known:
             is_new = family.name not in numbers
@@ -211,11 +213,9 @@ def several_at_once(
             for one, logprobs in zip(tried, values, strict=True):
                 if (left := mean_square(engine, logprobs)) * (GAIN_OF_NEW if is_new else 1.0) < least:
                     numbers, predicted, least = one, logprobs, left
-    parts = [(family, numbers[family.name]) for family in known if family.name in numbers]
-    if len(parts) == 1:
-        return []
-    name = " and ".join(f"{family.name} {number:.3g}" for family, number in parts)
-    return [Prediction(f"{parts[0][0].cause}.several", name, 0.0, predicted)]
+    parts = [family for family in known if family.name in numbers]
+    name = " and ".join(f"{family.name} {numbers[family.name]:.3g}" for family in parts)
+    return [Prediction(f"{parts[0].cause}.several", name, 0.0, predicted)] if len(parts) > 1 else []
 
 
 def one_after_another(families: Sequence[Family], numbers: dict[str, float], rows: Rows) -> Tensor:

@@ -177,6 +177,10 @@ def rotary_variants(model: Any) -> Iterator[Variant]:
         yield whole
     for name, change in TABLES.items():
         yield Variant("R49", name, hooks=[(table, partial(changed_table, change)) for table in tables])
+    rounded = [(table, in_bfloat16) for table in tables]
+    yield Variant("R49", "positions in bfloat16, which has none apart beyond 256", hooks=list(rounded))
+    values = [(one, lambda old: old.bfloat16().to(old)) for table in tables for one in table.buffers()]
+    yield Variant("R49", "rotary frequencies in bfloat16", list(values))
     for name, sizes in (("side by side", (-1, 2)), ("half a head apart", (2, -1))):
         order = partial(regrouped, *sizes, dim=1)
         yield Variant("R49", f"rotary pairs {name}", rows_of_heads(model, ("q_proj", "k_proj"), order))
@@ -226,6 +230,13 @@ TABLES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "rotary positions in the other direction": lambda cos, sin: (cos, -sin),
     "a rotary table in bfloat16": lambda cos, sin: (cos.bfloat16().to(cos), sin.bfloat16().to(sin)),
 }
+
+
+def in_bfloat16(module: Any, args: Any, kwargs: Any, table: Any) -> Any:
+    """Make a table again for rounded positions."""
+    given = [*args, *kwargs.values()]  # hidden states, positions, for some the type of the layer
+    given[1] = given[1].bfloat16().to(given[1])
+    return module.forward(*given)
 
 
 def changed_table(change: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, table: Any) -> Any:

@@ -128,10 +128,8 @@ def compare(
 ) -> Check:
     """Compare log-probs in float32, bit for bit.
 
-    Args:
-        sampled: tokens of each completion, and the engine's log-probs.
-        trained: the trainer's log-probs of the same tokens.
-        facts: further fields of the check.
+    `sampled` has tokens and the engine's log-probs, `trained` the trainer's of the same tokens;
+    `facts` are further fields of the check.
     """
     num_tokens, num_different, max_abs, first = 0, 0, 0.0, None
     for row, ((tokens, mine), theirs) in enumerate(zip(sampled, trained, strict=True)):

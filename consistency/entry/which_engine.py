@@ -86,10 +86,7 @@ class Draws:
 def draws_of(scorer: Scorer, sequences: Sequences, sample_ids: Ints, seed: int) -> Draws:
     """Compute the logits of some rows, and the random numbers that drew their tokens.
 
-    Args:
-        sequences: of one version of the weights, that of the scorer.
-        sample_ids: per row, int64 [rows].
-        seed: of the run.
+    The sequences are of the scorer's version of the weights; `seed` is that of the run.
     """
     sample = select_sample(scorer, sequences, LOGITS_TO_DRAW)
     logits = scorer.head.cap(scorer.head.uncapped(sample.hidden)).cpu()

@@ -59,10 +59,8 @@ def reference_of(model: Any) -> Reference:
 def run(model: Any, row: Row, given: RowValues | None, *, prefill: float = 1.0) -> Results:
     """Return the result of every operator for a row.
 
-    Args:
-        given: the engine's values: each operator computes with them, where the engine has any. None
-            lets the model compute on its own.
-        prefill: share of the row before the last piece, which reads the cache.
+    Each operator computes with the engine's values, where `given` has any. `prefill` is the share of
+    the row before the last piece, which reads the cache.
     """
     results: dict[Site, list[Tensor]] = {}
     forward, cache = own_forward(model), DynamicCache()

@@ -45,8 +45,7 @@ Rows = Sequence[Row]
 def image_options(model: Any, tokens: Tensor, row: Row) -> dict[str, Tensor]:
     """Return the options of the class's forward for the images of a row, besides `input_ids`.
 
-    Args:
-        tokens: int64 [1, t], the first ones of the row, with all placeholders.
+    `tokens`, int64 [1, t], are the first ones of the row, with all placeholders.
 
     Raises:
         NothingToCompare: the processor in the model's folder expands images otherwise.

@@ -415,6 +415,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "logprob of the likeliest token": ("R09", with_transforms(reports=lambda rows: transforms.largest_logprob(rows, 0.0))),
     "negative entropy": ("R08", with_transforms(reports=lambda rows: transforms.negative_entropy(rows, 0.0))),
     "shift by minus one": ("R11", reported(lambda v, w: np.roll(v, -1, axis=1))),
+    "shift from the 20th token on": ("R11", reported(lambda v, w: np.hstack([v[:, :20], v[:, 21:], v[:, -1:]]))),
     "rows reversed": ("R11", reported(lambda v, w: v[:, ::-1])),
     "rows of a pack shifted": (
         "R11",

@@ -131,8 +131,7 @@ def test_a_variant_with_the_name_of_the_detail_computes_what_the_engine_does(fam
 
 
 # Hundreds of variants compete: seconds a family.
-QUICK = ("qwen2_moe", "qwen3_moe")
-COMPETING = [pytest.param(*detail, marks=[pytest.mark.long] * (detail[0] not in QUICK)) for detail in DETAILS]
+COMPETING = [pytest.param(*one, marks=[pytest.mark.long] * (one[0] != "qwen3_moe")) for one in DETAILS]
 
 
 @pytest.mark.parametrize(("family", "options", "name"), COMPETING)
