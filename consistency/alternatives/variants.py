@@ -100,7 +100,7 @@ def best_of(scorer: Scorer, rows: Sequences, temperature: float, variants: list[
 
     def miss(variant: Variant) -> float:
         before = shared.setdefault(variant.family, [])
-        if variant.family is not None and len(before) > 1 and max(before) < ALIGNED:
+        if isinstance(variant.family, str) and len(before) > 1 and max(before) < ALIGNED:
             return float("inf")
         try:
             predicted = scored_with(variant, scorer, screened, temperature)
