@@ -142,14 +142,10 @@ def other_ids(replies: Sequence[Reply], decode: Decode) -> Finding | None:
         return None
     owners = {reply.output_ids for reply in replies}
     exchanged = sum(ids in owners for ids, _ in pairs.values()) > len(pairs) / 2
-    shifted = sum(is_shifted(*pair) for pair in pairs.values()) > len(pairs) / 2
+    shifted = sum(a[1:] == b[:-1] or a[:-1] == b[1:] for a, b in pairs.values()) > len(pairs) / 2
     same = sum(decode(list(ids)) == decode(list(output)) for ids, output in pairs.values())
     key = "R12.ids" if exchanged else "R11.ids" if shifted else "R13.ids"
     return finding(key, listed=listed(list(pairs), replies), same=same)
-
-
-def is_shifted(one: Sequence[int], other: Sequence[int]) -> bool:
-    return tuple(one[1:]) == tuple(other[:-1]) or tuple(one[:-1]) == tuple(other[1:])
 
 
 def other_text(replies: Sequence[Reply], decode: Decode) -> Finding | None:

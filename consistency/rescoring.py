@@ -34,10 +34,11 @@ class Rescoring:
     decode: float | None
     prefill: float
     engine_repeat: float
+    model_alone: float
 
 
 def rescore(engines: Sequence[Server], scorer: Scorer, rows: Sequences, temperature: float) -> Rescoring:
-    """Score rows twice by the engines that sampled them (`rows.worker`) and once by the model.
+    """Score rows twice by the engines that sampled them (`rows.worker`) and by the model, packed and alone.
 
     Raises:
         EngineError: an engine does not score prompts.
@@ -56,12 +57,14 @@ def rescore(engines: Sequence[Server], scorer: Scorer, rows: Sequences, temperat
         np.concatenate([np.array(row) for row in call_all(calls, limit, lambda _: None)]) for _ in range(2)
     )
     model = score_logprobs(scorer, rows)
+    alone = score_logprobs(scorer, rows, tokens_per_pass=1)  # each row in a pass of its own
     sampled = rows.engine_logprobs[rows.scored]
     return Rescoring(
         num_tokens=len(model),
         decode=mean_distance(sampled, first) if temperature == 1.0 else None,
         prefill=mean_distance(first, model),
         engine_repeat=mean_distance(first, second),
+        model_alone=mean_distance(model, alone),
     )
 
 

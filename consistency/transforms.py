@@ -214,7 +214,7 @@ def several_at_once(
                 if (left := mean_square(engine, logprobs)) * (GAIN_OF_NEW if is_new else 1.0) < least:
                     numbers, predicted, least = one, logprobs, left
     parts = [family for family in known if family.name in numbers]
-    name = " and ".join(f"{family.name} {numbers[family.name]:.3g}" for family in parts)
+    name = " and ".join(f"{family.name} of about {numbers[family.name]:.2g}" for family in parts)
     return [Prediction(f"{parts[0].cause}.several", name, 0.0, predicted)] if len(parts) > 1 else []
 
 

@@ -295,18 +295,13 @@ def size_options(own: VisionProcessor) -> list[tuple[str, dict[str, Any]]]:
         return []
     lower = sorted({*LEAST_PIXELS, *(int(least * part) for part in PARTS_OF_LIMIT)} - {least})
     upper = sorted({*MOST_PIXELS, *(int(most * part) for part in PARTS_OF_LIMIT)} - {most})
+    own_limits = {"shortest_edge": least, "longest_edge": most}
     limits = [("most", "longest_edge", pixels) for pixels in upper if pixels >= least]
     limits += [("least", "shortest_edge", pixels) for pixels in lower if pixels <= most]
     return [
-        (f"images of at {side} {pixels} pixels", {"size": changed_size(size, **{edge: pixels})})
+        (f"images of at {side} {pixels} pixels", {"size": type(size)(**own_limits | {edge: pixels})})
         for side, edge, pixels in limits
     ]
-
-
-def changed_size(size: Any, **changes: int) -> Any:
-    return type(size)(
-        **{"shortest_edge": size["shortest_edge"], "longest_edge": size["longest_edge"]} | changes
-    )
 
 
 # Decoding

@@ -89,6 +89,12 @@ def only_decoded_tokens_differ(case: Case) -> Finding | None:
     )
 
 
+def batch_variant(case: Case) -> Finding | None:
+    """R39: the model's logprobs depend on the batch by more than its dtype allows."""
+    alone = case.rescoring.model_alone if case.rescoring is not None else 0.0
+    return finding("R39", alone=alone) if alone > NOISE_FACTOR * case.level else None
+
+
 def placeholder_logprobs(case: Case) -> Finding | None:
     """R60: one number stands in place of logprobs: 0 at the first token, a lower limit."""
     table = case.table
@@ -255,6 +261,7 @@ CHECKS_OF_NUMBERS: tuple[Callable[[Case], Finding | None], ...] = (
     trainer_differs,
     decoding_differs,
     only_decoded_tokens_differ,
+    batch_variant,
     placeholder_logprobs,
     rounded_logprobs,
     other_dtype,

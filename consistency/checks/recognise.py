@@ -30,6 +30,7 @@ SURE_MARGIN = 40.0  # nats over the next tensor
 MOST_LEFT = 0.5  # of the difference by the engine's experts alone, where the choice is the cause
 APART_RATIO, APART_ERRORS = 1.5, 5.0  # between engines of usual noise: of means, in standard errors
 SMALL_BUT_APART = 0.7  # confidence in engines that differ so
+OF_SEVERAL = 0.7  # confidence in transforms that act at once: others may fit nearly as well
 UNRELATED = 0.5  # confidence, below R33: where nothing is alike, the token id explains much of D, too
 OPEN_ZEROS = 0.6  # confidence in missing log-probs where the others are wrong as well
 EVERYWHERE = 0.9  # of the rows are bad where weights differ
@@ -65,7 +66,8 @@ def from_replay(case: Case) -> Finding | None:
     declared = {"R38": "bfloat16", "R44": "float8"}.get(key, "no dtype")
     is_declared = declared in p.name and case.setting.noise.name.startswith(declared)
     fault = False if is_declared or (key == "R38" and case.mean_abs <= case.level) else None
-    said = finding(key, confidence(found), is_fault=fault, replay=shown, **facts_of(case, p))
+    sure = min(confidence(found), OF_SEVERAL if key.endswith(".several") else 1.0)
+    said = finding(key, sure, is_fault=fault, replay=shown, **facts_of(case, p))
     is_told = not p.rows or p.rows in said.name or key.endswith(".rows")
     return said if is_told else replace(said, name=f"{said.name}, in {p.rows}")
 

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +38,8 @@ class Reference:
                 return run(self.model, row, given, prefill=0.5)
 
         def other_frequencies(row: Row, given: RowValues | None) -> Results:
-            with moved_buffers(self.exact):
+            tables = [buffer for name, buffer in self.exact.named_buffers() if name.endswith("inv_freq")]
+            with with_values([(table, table * (1 + 2.0**-23)) for table in tables]):
                 return run(self.exact, row, given)
 
         return [plain, other_kernels, other_frequencies]
@@ -80,11 +80,6 @@ def run(model: Any, row: Row, given: RowValues | None, *, prefill: float = 1.0) 
     joined = {site: torch.cat(values) for site, values in results.items()}
     # Pixels belong to the first piece alone.
     return {site: pad(values, (0, 0, 0, len(row.ids) - len(values))) for site, values in joined.items()}
-
-
-def moved_buffers(model: Any) -> AbstractContextManager[None]:
-    tables = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
-    return with_values([(table, table * (1 + 2.0**-23)) for table in tables])
 
 
 HALF_ULP = 12**-0.5  # rms of rounding to the nearest, in ulps

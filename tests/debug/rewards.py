@@ -7,7 +7,6 @@ def even_share(prompt: str, completions: str, prompt_ids: list, completion_ids: 
 
 
 def odd_tokens(prompt: str, completions: str, prompt_ids: list, completion_ids: list, **row: object) -> float:
-    """Return the number of odd token ids."""
     return float(sum(token % 2 for token in completion_ids))
 
 

@@ -93,7 +93,6 @@ def diagnosed(path: Path, *options: str) -> tuple[int, Any]:
 
 
 def said(path: Path) -> str:
-    """Return what the verb prints."""
     return invoke("doctor", path).stdout
 
 

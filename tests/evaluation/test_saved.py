@@ -11,7 +11,6 @@ RIGHT, WRONG = [1.0], [0.0]
 
 
 def compare(*arguments) -> tuple[int, str]:
-    """Return the exit code and what is printed, in one line."""
     done = invoke("eval", "--compare", *arguments)
     return done.exit_code, " ".join(done.output.split())
 

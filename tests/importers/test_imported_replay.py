@@ -8,7 +8,7 @@ from tests.forks import COMMAND, run_forked
 
 from . import pickled
 
-HERE = Path(__file__).parent
+TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 
 
 @pytest.mark.long
@@ -20,9 +20,8 @@ def test_what_is_recorded_of_an_imported_batch_replays_bit_by_bit(tiny_model, tm
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout
 
-    tiny = HERE.parent / "debug" / "tiny.yaml"
     options = ("--model", tiny_model, f"cluster.fileroot={tmp_path}", "deterministic=true")
-    call("record", "import", source, "--to", tmp_path / "a", "--config", tiny, *options)
+    call("record", "import", source, "--to", tmp_path / "a", "--config", TINY, *options)
     message = call("replay", tmp_path / "a", "--output", tmp_path / "b", code=2)
     assert "Nothing to compare: 2 steps trained on recorded rollouts." in message
     assert "Bit-identical: 2 of 2 steps" in call("replay", tmp_path / "b")

@@ -153,7 +153,6 @@ class ServerProcess:
         os.kill(self._program.process_id, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Send SIGCONT."""
         os.kill(self._program.process_id, signal.SIGCONT)
 
     def kill(self) -> None:
