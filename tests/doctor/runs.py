@@ -112,6 +112,7 @@ def around(level, size: float = 0.05, seed: int = 5) -> np.ndarray:
     return level + size * np.random.default_rng(seed).normal(size=STEPS)
 
 
+FALLEN = {name: lambda r, name=name: r[name] - ramp(0.0, 0.45, 0.7) for name in ("reward", "eval_reward")}
 LEARNS_NOTHING = {"reward": lambda r: around(0.3), "eval_reward": lambda r: around(0.3, seed=6)}
 # The expected alarm, and the problem.
 TROUBLES = {
@@ -125,7 +126,7 @@ TROUBLES = {
         changed(reward=lambda r: ramp(0.2, 0.4, 0.0) + ramp(0.05, 0.9) * around(0.0, 1.0)),
     ),
     "validation left behind": ("D03", changed(eval_reward=lambda r: around(0.3))),
-    "reward after a peak": ("D04", changed(reward=lambda r: r["reward"] - ramp(0.0, 0.45, 0.7))),
+    "reward after a peak": ("D04", changed(**FALLEN)),  # validation that rises would excuse it
     "importance weight": ("D10", changed(importance_weight=lambda r: around(ramp(1.0, 1.2), 0.01))),
     "behaviour weight": ("D11", changed(behave_imp_weight=lambda r: around(ramp(1.0, 0.8), 0.01))),
     "clipping": ("D12", changed(clip_ratio=lambda r: around(0.7, 0.02))),

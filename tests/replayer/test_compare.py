@@ -17,15 +17,14 @@ OUTCOME = Outcome(
 )
 
 
-def with_loss(outcome, index, loss):
-    micro_batches = list(outcome.micro_batches)
-    micro_batches[index] = replace(micro_batches[index], loss=loss)
-    return replace(outcome, micro_batches=tuple(micro_batches))
+def with_loss(loss):
+    first, second = OUTCOME.micro_batches
+    return replace(OUTCOME, micro_batches=(replace(first, loss=loss), second))
 
 
 def test_zero_is_not_minus_zero_and_nan_is_nan():
-    assert not compare_outcomes(with_loss(OUTCOME, 0, 0.0), with_loss(OUTCOME, 0, -0.0)).identical
-    assert compare_outcomes(with_loss(OUTCOME, 0, math.nan), with_loss(OUTCOME, 0, math.nan)).identical
+    assert not compare_outcomes(with_loss(0.0), with_loss(-0.0)).identical
+    assert compare_outcomes(with_loss(math.nan), with_loss(math.nan)).identical
 
 
 def test_config_environment_and_model_differences_come_by_name():
