@@ -8,11 +8,9 @@ from replayer.crosscheck.step_rows import Bools, Floats, StepRows
 
 CLOSE = 1e-5  # of the largest value: float32 is nearer, and values of other rows are not
 MOST = 0.8  # of the rows, that are another row's
-COMPARED, TOKENS, FEWEST = (
-    512,
-    8,
-    3,
-)  # rows that are compared, the first tokens of each, tokens that cannot agree by chance
+COMPARED = 512  # rows
+TOKENS = 8  # the first of each row
+FEWEST = 3  # tokens that cannot agree by chance
 
 
 def shape_of(rows: StepRows, recorded: Floats, found: Floats, wrong: Bools) -> str | None:
