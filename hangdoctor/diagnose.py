@@ -208,12 +208,10 @@ def rank_map(
         for s in case.ranks
         if s.rank is not None
     ]
-    cells += [
-        # one that nobody looked for plays no part
-        RankVerdict(rank, "culprit" if rank in blamed else part, status, None, status.replace("_", " "))
-        for rank, status in case.missing.items()
-        for part in ["not_collected" if status == "not_collected" else "missing"]
-    ]
+    for rank, status in case.missing.items():
+        absent = "not_collected" if status == "not_collected" else "missing"  # nobody looked for the former
+        part = "culprit" if rank in blamed else absent
+        cells.append(RankVerdict(rank, part, status, None, status.replace("_", " ")))
     return tuple(sorted(cells, key=lambda cell: (isinstance(cell.rank, str), cell.rank)))
 
 

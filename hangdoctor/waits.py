@@ -108,9 +108,10 @@ def wait_in_frames(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tupl
         (kind, operation), frame = found[0]
         if kind == "collective" and any(wait[0] == "store" for wait, _ in native):
             return "store", "communicator", frame
-        callers = (f.function for f in python[python.index(frame) :] if f.file != frame.file)
-        if operation == "shm_broadcast" and next(callers, "") == "worker_busy_loop":
-            return "idle", ENGINE_LOOP, frame
+        if operation == "shm_broadcast":
+            callers = (f.function for f in python[python.index(frame) :] if f.file != frame.file)
+            if next(callers, "") == "worker_busy_loop":
+                return "idle", ENGINE_LOOP, frame
         if kind in ("import", "load", "compile") and native and native[0][0][0] != "lock":
             return native[0][0][0], native[0][0][1], python[0] if python else frame
         if kind in ("collective", "p2p"):

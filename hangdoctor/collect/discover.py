@@ -391,12 +391,11 @@ def _name_ranks(claims: list[Claim]) -> list[Target]:
 
 def _children(rank: Target, ranks: list[Target], table: dict[int, Process]) -> list[Target]:
     others = {other.pid for other in ranks if other is not rank}
-    below = [
-        pid
-        for pid in descendants([rank.pid], table)
-        for above in [ancestors(pid, table)]
-        if pid not in others and not others & set(above[: above.index(rank.pid)]) and pid != os.getpid()
-    ]
+    below = []
+    for pid in descendants([rank.pid], table):
+        above = ancestors(pid, table)
+        if not others & {pid, *above[: above.index(rank.pid)]} and pid != os.getpid():
+            below.append(pid)
     return [
         Target(f"{rank.name}_child_{index}", None, "child", table[pid], rank.name)
         for index, pid in enumerate(below[:MAX_CHILDREN])

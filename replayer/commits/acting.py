@@ -63,14 +63,7 @@ def parse_source(path: str, text: str) -> SourceFile:
                 definitions.setdefault(f"{node.name}.{method.name}", []).append(method)
             rest = [item for item in node.body if item not in methods]
             definitions[node.name] = [with_body(node, rest)]
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and (
-            names := [
-                name.id
-                for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-                for name in ast.walk(target)
-                if isinstance(name, ast.Name)
-            ]
-        ):
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and (names := names_assigned(node)):
             for name in names:
                 definitions.setdefault(name, []).append(node)
         elif not isinstance(node, ast.Import | ast.ImportFrom) and not is_docstring(node):
@@ -82,6 +75,11 @@ def with_body(node: ast.stmt, body: list[ast.stmt]) -> ast.stmt:
     changed: Any = copy.copy(node)
     changed.body = body or [ast.Pass()]
     return changed
+
+
+def names_assigned(node: ast.Assign | ast.AnnAssign) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
 
 
 def imports_of(tree: ast.Module, path: str) -> Iterator[tuple[str, tuple[str, str | None]]]:

@@ -266,11 +266,9 @@ class Comparison:
             self.compare([one for one in observed if one.stage == stage], stage)
         self.compare_loss()
         self.compare_gradient()
-        name = (
-            "float64"
-            if self.framework is None
-            else f"{self.framework.name} {version(self.framework.name.lower())}"
-        )
+        name = TWIN
+        if self.framework is not None:
+            name = f"{self.framework.name} {version(self.framework.name.lower())}"
         return Opinion(name, tuple(self.found))
 
     def skip(self, stage: str, reason: str | None) -> None:
@@ -656,11 +654,8 @@ def where(rows: StepRows, observation: Observation, found: Bounded) -> dict[str,
     recorded, value = observation.recorded, found.value
     first = {place[0]: tuple(place) for place in np.argwhere(wrong)[::-1].tolist() if place}  # of each row
     listed = [
-        RowDifference(
-            rank, row, prompt, sample, at[1] + 1 if at[1:] else None, *map(float, (recorded[at], value[at]))
-        )
+        row_difference(rows, at[0], at[1] + 1 if at[1:] else None, float(recorded[at]), float(value[at]))
         for _, at in sorted(first.items())[:SHOWN_ROWS]
-        for rank, row, prompt, sample in [rows.place[at[0]].tolist()]
     ]
     at = tuple(np.argwhere(wrong)[0])
     return {
@@ -670,6 +665,10 @@ def where(rows: StepRows, observation: Observation, found: Bounded) -> dict[str,
         "recomputed": float(value[at]),
         "allowed": float(found.error[at] + UNIT * abs(recorded[at])),
     }
+
+
+def row_difference(rows: StepRows, row: int, *values: Any) -> RowDifference:
+    return RowDifference(*rows.place[row].tolist(), *values)
 
 
 TWIN = "float64"

@@ -139,8 +139,8 @@ def engine_disagrees(run: Run) -> Alarm | None:
     if not steady and (series.is_short or not len(at)):
         return None
     is_far = series.last > (limit if grows else FAR_BEYOND * limit) and (grows or not is_learning(run))
-    begins = onset(series, "up", in_ratios=True) if jumped or grows else int(series.steps[0])
-    begins = begins if steady else int(series.steps[at[0]])
+    first = int(series.steps[0 if steady else at[0]])
+    begins = onset(series, "up", in_ratios=True) if jumped or grows else first
     return alarm(
         "D24",
         series,
