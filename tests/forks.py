@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 SERVER = Path(__file__).with_name("fork_server.py")
 ADDRESS = "AREAL_TEST_FORKS"
+KEPT = (ADDRESS, "PYTEST_CURRENT_TEST")  # pytest deletes its own while threads start programs
 ROOM = {"AREAL_TEST_ROOM": "x" * 1024}  # for variables of forks, among those that /proc shows
 COMMAND = str(Path(sys.executable).parent / "areal-debug")
 
@@ -105,7 +106,7 @@ class ForkedProgram:
         visible: Mapping[str, str] = MappingProxyType({}),
         log: Path | None = None,
     ) -> None:
-        variables = {name: value for name, value in os.environ.items() if name != ADDRESS} | visible
+        variables = {name: os.environ[name] for name in os.environ if name not in KEPT} | visible
         self._channel = socket.socket(socket.AF_UNIX)
         stdin, self._silence = os.pipe()
         with open(log or os.devnull, "w") as file:

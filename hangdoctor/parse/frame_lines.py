@@ -135,6 +135,8 @@ def tool_frame(line: str) -> Frame | None:
         )
     if line.startswith("#"):
         return numbered_frame(line)
+    if line == "Waiting for the GIL":  # above the frames of gdb's `py-bt`
+        return Frame("take_gil", "python", 0, True)
     if line.startswith("[<") and (match := KERNEL_FRAME.match(line)):
         return Frame(match["function"], "kernel", 0, True)
     if line.endswith(")") and " (" in line and not line.startswith(("Thread ", "Process ", "Traceback ")):

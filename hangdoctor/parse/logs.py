@@ -5,7 +5,7 @@ ignored.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from itertools import islice
 
@@ -66,6 +66,12 @@ def watchdog_timeouts(log: LogTail) -> list[tuple[int, int, str]]:
     """Return (rank, number, operation) of each time-out; torch before 1.13 wrote no number, here 0."""
     matches = (WATCHDOG.search(line) for line in log.lines)
     return [(written_by(m, log), number_of(m), m["op"].lower()) for m in matches if m]
+
+
+def only_absent(ranks: Collection[int]) -> tuple[int, ...]:
+    """Return the one rank below the highest that is not among `ranks`; empty where it is not one."""
+    others = tuple(set(range(max(ranks))) - set(ranks))
+    return others if len(others) == 1 else ()
 
 
 def number_of(match: re.Match[str]) -> int:

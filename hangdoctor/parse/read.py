@@ -173,16 +173,6 @@ def take_records(reading: Reading, place: location.Place, member: str, data: byt
     reading.records += parse_flight_recorder(data, rank)
 
 
-def take_ras(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
-    if data.lstrip()[:1] == b"{":
-        document = location.object_from(data, "ras")
-        if not is_ras(document):
-            raise UnreadableDump("a RAS report has 'communicators'")
-        reading.ras += ras_from(document)
-    else:
-        reading.ras += parse_ras_text(data.decode(errors="replace"))
-
-
 def take_dump(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     if data[:1] == b"\x80":
         take_records(reading, place, member, data)
@@ -292,6 +282,6 @@ READERS: dict[str, Callable[[Reading, location.Place, str, bytes], None]] = {
     "logs": take_log,
     "errors": take_error,
     "fr": take_records,
-    "ras": take_ras,
+    "ras": take_dump,
     "source": take_source,
 }

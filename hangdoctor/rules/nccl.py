@@ -13,12 +13,11 @@ The kind is unknown where no native frame, record, report or log decides.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
 
 from hangdoctor.case import Case, Process
 from hangdoctor.graph import Graph, rank_ranges, same_place
 from hangdoctor.model import CollectiveRecord, Confidence, Evidence, Kind, NextStep, Rank
-from hangdoctor.parse.logs import LOGGED, first_match, watchdog_timeouts
+from hangdoctor.parse.logs import LOGGED, first_match, only_absent, watchdog_timeouts
 from hangdoctor.recorded_operations import behind_by_ras
 from hangdoctor.rules.verdict import (
     Verdict,
@@ -40,11 +39,9 @@ GLOO = re.compile(r"gloo::transport::.*")
 TRANSPORT_LOG = message("nccl", "transport_log")
 DEVICE_LOG = message("nccl", "device_log")
 UNNAMED_TIME_OUT = message("nccl", "unnamed_time_out")
-LOST_PEER, DIED = message("nccl", "lost_peer"), message("nccl", "died")
+LOST_PEER = message("nccl", "lost_peer")
 RAS_SILENT = ("MISSING", "DEAD", "UNRESPONSIVE")
 IDLE_PERCENT, SPINNING_PERCENT = 5.0, 90.0
-
-
 # Code that synchronises with the device because messages to other ranks are under way.
 TRANSFER = re.compile(r"nccl|p2p|batch_isend|transfer_stream|communicat", re.IGNORECASE)
 
@@ -128,42 +125,25 @@ def from_records(case: Case) -> Verdict | None:
     """
     if any(finding.kind != "same" for finding in case.findings):
         return None
-    if died := died_before(case):
-        return died
     if not case.findings:
         return alone_in_time_out(case) or from_messages(case)
     finding, kind = case.findings[0], kind_of(case)
     says = f"; {kind.says}" if kind.kind else ""
+    seen = finding.agreeing_ranks
+    absent = only_absent(seen) if finding.source in LOGGED and len(seen) > 2 else ()
+    says += f"; rank {absent[0]} wrote no time-out: it may be elsewhere" if absent else ""
     fact = f"{finding.source}, group {finding.group}: {finding.detail}"
     return make_verdict(
         "nccl_timeout",
         # A watchdog speaks of its own rank only: whoever wrote nothing may be elsewhere.
         "medium" if finding.source not in LOGGED else "low",
-        kind.ranks,
+        kind.ranks or absent,
         f"{finding.source.capitalize()}: {finding.detail} of group {finding.group}, and it has not completed{says}.",
         (Evidence(rank_ranges(finding.agreeing_ranks), fact), *kind.evidence),
         "records",
         steps=steps_of_kind(kind),
         kind=kind.kind,
     )
-
-
-def died_before(case: Case) -> Verdict | None:
-    """Return the verdict for a process whose end a log has before the time-outs of its peers. Its
-    rank is known where it is the only one below theirs that did not time out.
-    """
-    for log in case.snapshot.logs:
-        ranks = {rank for rank, _, _ in watchdog_timeouts(log)}
-        until = takewhile(lambda line: "operation timeout" not in line, log.lines if ranks else ())
-        died = next(filter(None, map(DIED.search, until)), None)
-        if died:
-            others = tuple(set(range(max(ranks))) - ranks)
-            who = f"rank {others[0]}" if len(others) == 1 else "no message names its rank"
-            summary = f"A process of the job ended before {ranks_text(sorted(ranks))} timed out: {who}."
-            said = Evidence("", died.string[died.start() :].strip()[:200], log.name)
-            culprits = others if len(others) == 1 else ()
-            return make_verdict("missing_rank", "medium", culprits, summary, (said,), "gone")
-    return None
 
 
 def alone_in_time_out(case: Case) -> Verdict | None:
@@ -183,13 +163,7 @@ def alone_in_time_out(case: Case) -> Verdict | None:
         "low",
         kind.ranks,
         f"The watchdog timed out: {', '.join(says[:3])}{more}; whether their peers reached these is not known.",
-        (
-            *(
-                Evidence(str(rank), f"its watchdog timed out on {numbered(*call)}")
-                for rank, call in found.items()
-            ),
-            *kind.evidence,
-        )[:8],
+        (*recorded(case)[1], *kind.evidence)[:8],
         "records",
         steps=steps_of_kind(kind),
         kind=kind.kind,

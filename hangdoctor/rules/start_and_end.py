@@ -1,9 +1,12 @@
 """Rules for ranks that have not arrived, are leaving, or are gone."""
 
+from itertools import takewhile
+
 from hangdoctor.case import Case, Process
 from hangdoctor.frames import is_library, show
 from hangdoctor.graph import Graph, rank_ranges
 from hangdoctor.model import Confidence, Evidence, Rank
+from hangdoctor.parse.logs import only_absent, watchdog_timeouts
 from hangdoctor.rules.verdict import (
     LEVELS,
     Verdict,
@@ -14,6 +17,7 @@ from hangdoctor.rules.verdict import (
     operation,
     place,
     plural,
+    ranks_text,
     stack_evidence,
     steps_of,
     stillness,
@@ -26,6 +30,7 @@ from hangdoctor.tables import LAST_CALLS, MESSAGES, MODULE_ENTRIES, message, mes
 from hangdoctor.waits import context
 
 STORE_BARRIER = messages("start_and_end", "store_barrier")
+DIED = message("start_and_end", "died")
 STORE_COMPLETE = message("start_and_end", "store_complete")
 STATUS_TEXTS: dict[str, str] = MESSAGES["start_and_end"]["statuses"]
 
@@ -187,7 +192,7 @@ def missing_rank(case: Case, graph: Graph) -> Verdict | None:
     lost |= {s.rank: "stopped" for s in stopped if s.rank is not None}
     waiters = [s for s in graph.waiting_ranks if s not in stopped]
     if not lost:
-        return never_joined(case, graph)
+        return died_before(case, graph) or never_joined(case, graph)
     if not case.ranks or (not waiters and len(stopped) < len(case.ranks)) or case.snapshot.endings:
         return None
     who = f"{'Rank' if len(lost) == 1 else 'Ranks'} {rank_ranges(lost)}"
@@ -202,6 +207,32 @@ def missing_rank(case: Case, graph: Graph) -> Verdict | None:
         loss_evidence(case, lost, stopped) + waiting_evidence(graph),
         steps=tuple(step for status in statuses for step in steps_of("missing_rank", status)),
     )
+
+
+def died_before(case: Case, graph: Graph) -> Verdict | None:
+    """Return the verdict for a process whose end a log has before its peers timed out, or while
+    they wait. Its rank is known where it is the only one below theirs that did not time out.
+    """
+    for log in case.snapshot.logs:
+        ranks = {rank for rank, _, _ in watchdog_timeouts(log)}
+        until = takewhile(lambda line: "operation timeout" not in line, log.lines)
+        died = next(filter(None, map(DIED.search, until)), None)
+        if died and (ranks if not case.ranks else graph.waiting):
+            peers = (
+                f" before {ranks_text(sorted(ranks))} timed out" if ranks else f", and {waiting_for(graph)}"
+            )
+            others = only_absent(ranks) if ranks else ()
+            who = f"rank {others[0]}" if others else "no message names its rank"
+            said = Evidence("", died.string[died.start() :].strip()[:200], log.name)
+            return make_verdict(
+                "missing_rank",
+                "medium",
+                others,
+                f"A process of the job ended{peers}: {who}.",
+                (said, *waiting_evidence(graph)),
+                "gone",
+            )
+    return None
 
 
 def never_joined(case: Case, graph: Graph) -> Verdict | None:

@@ -25,6 +25,7 @@ from hangdoctor.rules.verdict import (
 )
 from hangdoctor.tables import message
 
+Ranks = tuple[Process, ...]
 MISMATCH_LOG = message("together", "mismatch_log")
 
 
@@ -41,8 +42,10 @@ def collective_mismatch(case: Case, graph: Graph) -> Verdict | None:
         and (found := lost_reply(case))
     ):
         return found
-    if not case.lost and graph.waiting and graph.sources and all(map(waits_for_requests, graph.source_ranks)):
-        return out_of_step(case, graph)
+    idle = graph.source_ranks or tuple(filter(waits_for_requests, graph.waiting_ranks))
+    running = tuple(s for s in graph.waiting_ranks if s not in idle and not waits_for_requests(s))
+    if not case.lost and running and idle and all(map(waits_for_requests, idle)):
+        return out_of_step(case, graph, idle, running)
     if graph.sources or case.lost or not graph.waiting:
         return None
     if same_place(graph.waiting):
@@ -86,19 +89,16 @@ def of_two_steps(case: Case, graph: Graph) -> Verdict | None:
     )
 
 
-def out_of_step(case: Case, graph: Graph) -> Verdict | None:
+def out_of_step(case: Case, graph: Graph, idle: Ranks, running: Ranks) -> Verdict:
     """Return the verdict for an engine of which some ranks run a step and others wait for one."""
-    waiting, sources = graph.waiting_ranks, graph.source_ranks
-    if all(map(waits_for_requests, waiting)):
-        return None  # an idle engine: one rank polls, the others wait for its broadcast
-    odd = waiting if len(waiting) <= len(sources) else sources
+    odd = running if len(running) <= len(idle) else idle
     return make_verdict(
         "collective_mismatch",
         confidence(case, graph, odd, "medium"),
         odd,
-        f"{begin(wait_in(waiting))} of a step, while {name_ranks(sources)} {plural(sources, 'waits', 'wait')} for "
+        f"{begin(wait_in(running))} of a step, while {name_ranks(idle)} {plural(idle, 'waits', 'wait')} for "
         "the next request: the engine's ranks are out of step.",
-        waiting_evidence(graph) + stack_evidence(sources[:4], "waits for a request") + stillness(case),
+        waiting_evidence(graph) + stack_evidence(idle[:4], "waits for a request") + stillness(case),
         "engine",
     )
 
