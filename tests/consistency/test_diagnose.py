@@ -38,13 +38,13 @@ BY_CAUSE = [
 ]
 
 
-WEAK = {"added tokens", "decoded tokens", "output bias"}  # that need all rows; 12 are enough for others
+WEAK = {"added tokens", "decoded tokens", "output bias"}  # that need all rows; 6 are enough for others
 
 
 @functools.cache
 def world(name: str = "") -> World:
     """Return the usual world, of the rows that a fault needs."""
-    return make_world(0, 0.01, **({} if name in WEAK else {"num_rows": 12}))
+    return make_world(0, 0.01, **({} if name in WEAK else {"num_rows": 6}))
 
 
 @functools.cache
