@@ -359,7 +359,7 @@ CASES = [
     *(Case("doctor", "bytes", kind, partial(doctor_damaged, kind)) for kind in KINDS),
     Case("reward probe", "rows", "absent", partial(probed, "exact", [{"prompt": "1+1="}])),
     *(
-        Case("reward probe", "rewards", how, partial(probed, function, ALIKE))
+        Case("reward probe", "rewards", how, partial(probed, function, ALIKE), is_long=how != "absent")
         for how, function in (("absent", "raises"), ("damaged", "not_a_number"), ("stale", "constant"))
     ),
     Case("reward rescore", "rewards", "absent", partial(rescored, 0, "exact", ALL_ROWS)),
