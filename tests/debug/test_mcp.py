@@ -19,7 +19,7 @@ from areal_debug.mcp.replies import MOST_BYTES
 from areal_debug.mcp.tools import TOOLS
 from recorder.testing import SCRIPTED_HEADER
 
-from ..forks import ADDRESS, COMMAND, worker_command
+from ..forks import ADDRESS, COMMAND, run_forked, worker_command
 from ..info.test_skills import STACK
 from ..replayer.test_diff import record as write_full_record
 from .test_attacks import AREAL_DEBUG
@@ -246,9 +246,7 @@ def test_two_clients_over_http_need_the_key_of_the_address(root):
             port = re.search(r":(\d+)/", address)[1]
             assert httpx.post(f"http://127.0.0.1:{port}{wrong}", json={}).status_code == 403
         assert httpx.post(address, json={}, headers={"Origin": "http://evil.example"}).status_code == 403
-        again = subprocess.run(
-            [*AREAL_DEBUG, "mcp", "--http", "--port", port], capture_output=True, text=True, timeout=60
-        )
+        again = run_forked([COMMAND, "mcp", "--http", "--port", port], timeout_s=60)
         assert (again.returncode, again.stdout) == (2, "")
         assert again.stderr.startswith(f"Error: cannot listen on port {port}")
     anyio.run(until, lambda: not children_in(root))
