@@ -10,7 +10,7 @@ import pytest
 from areal_core.testing import make_tiny_model
 from areal_debug.replay.ranks import report_of_ranks
 from recorder import open_record
-from tests.forks import COMMAND, run_anew
+from tests.forks import COMMAND, run_anew, run_forked
 
 
 def checksums(record):
@@ -28,8 +28,10 @@ def assert_one_sentence(done, code, *words):
         assert str(word) in errors[0]
 
 
-def test_replay_gives_the_recorded_bits(recorded):
-    done = run_anew([COMMAND, "replay", str(recorded), "--json"])
+# A new interpreter imports all again, in each of its processes.
+@pytest.mark.parametrize("run", [run_forked, pytest.param(run_anew, marks=pytest.mark.long)])
+def test_replay_gives_the_recorded_bits(recorded, run):
+    done = run([COMMAND, "replay", str(recorded), "--json"])
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["identical"] is True
