@@ -102,12 +102,12 @@ def config(tmp_path, tiny_model, tiny_config_of):
 
 
 def test_two_repeats_of_real_steps_have_the_same_bits(tmp_path, config):
-    repeats = [take(tmp_path / name, config(), num_steps=3) for name in ("a", "b")]
+    repeats = [take(tmp_path / name, config(), num_steps=2) for name in ("a", "b")]
     comparison = compare_repeats(*repeats)
     assert comparison.identical
-    assert comparison.num_compared > 150
+    assert comparison.num_compared > 100
     outcomes = read_repeat(repeats[0])[0]
-    assert [outcome.step for outcome in outcomes] == [0, 1, 2]
+    assert [outcome.step for outcome in outcomes] == [0, 1]
     assert outcomes[0].checksums.keys() >= {"model.embed_tokens.weight"}
     assert outcomes[0].checksums != outcomes[1].checksums
 
