@@ -188,7 +188,8 @@ def test_a_verb_ends_whatever_the_files_of_a_run_are(tmp_path, attack):
     with fresh(tmp_path) as place:
         FILES[attack](place / "run")
         inside = place / "run" if attack == "planted module" else place
-        for name in ("doctor", "record ls", "record import", "hang diagnose"):
+        names = ("doctor", "record ls", "record import", "hang diagnose")
+        for name in names if attack == "FIFO" else names[::3]:
             record, run = ("record", ".") if inside != place else ("run/record", "run")
             words = [*name.split(), *verbs(record, run)[name]]
             if attack == "FIFO":
