@@ -14,6 +14,7 @@ from areal_core.engine.model import load_model
 from areal_core.rollout.types import ModelRequest
 from areal_core.rollout.types import Sampling as EngineSampling
 from areal_core.testing import make_tiny_family, make_tiny_tokenizer
+from consistency.alternatives import variants
 from consistency.alternatives.variants import Variant, scored_with, variants_of
 from consistency.case import Request
 from consistency.check import check
@@ -69,7 +70,8 @@ def computed_with(variant_of, folder, seed=0):
 @pytest.mark.parametrize(
     "name", [pytest.param("gate and up exchanged", marks=pytest.mark.long), "experts routed by a sigmoid"]
 )
-def test_experts_that_are_computed_otherwise_are_named(name, tmp_path):
+def test_experts_that_are_computed_otherwise_are_named(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(variants, "TOKENS_TO_SCREEN", 64)
     make_tiny_tokenizer().save_pretrained(tmp_path)
     folder = make_tiny_family(tmp_path, "qwen3_moe", vocab_size=105, eos_token_id=1, mlp_only_layers=[])
     rows = computed_with(lambda model: next(v for v in variants_of(model) if v.name == name), folder)
