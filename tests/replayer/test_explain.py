@@ -36,8 +36,13 @@ def spiked(tmp_path_factory, tiny_model, record_run):
     )
 
 
-def test_the_sample_that_made_the_spike_comes_first(spiked):
-    found = explain(spiked.path, SPIKE[0])
+@pytest.fixture(scope="module")
+def explanations(spiked):
+    return {step: explain(spiked.path, step) for step in (1, SPIKE[0])}
+
+
+def test_the_sample_that_made_the_spike_comes_first(explanations):
+    found = explanations[SPIKE[0]]
     first = found.samples[0]
     assert (first.row, first.reward) == (SPIKE[1], 30.0)
     assert first.gradient_share > 0.9
@@ -45,9 +50,8 @@ def test_the_sample_that_made_the_spike_comes_first(spiked):
     assert len(found.samples) == 16
 
 
-def test_shares_add_up_to_the_step_that_was_recorded(spiked):
-    for step in (1, 2):
-        found = explain(spiked.path, step)
+def test_shares_add_up_to_the_step_that_was_recorded(spiked, explanations):
+    for step, found in explanations.items():
         recorded = spiked.record.step(step).plan(0).details["minibatches"]
         assert found.faithful
         for index, minibatch in enumerate(recorded):
