@@ -4,9 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ROOT / "examples/notebooks"
@@ -14,6 +12,9 @@ NOTEBOOKS = ROOT / "examples/notebooks"
 
 def executed(name: str, folder: Path, monkeypatch, **environment: str) -> list[str]:
     """Run a notebook as jupyter does; return what its code cells show, as text."""
+    import nbformat
+    from nbclient import NotebookClient
+
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
