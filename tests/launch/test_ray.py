@@ -19,7 +19,6 @@ from areal_core.errors import ConfigError
 from areal_core.launch.job import Job
 from areal_core.launch.run import launch
 
-pytest.importorskip("ray")
 ROOT = Path(__file__).parents[2]
 TRAIN = [Path(sys.executable).parent / "areal-debug", "train"]
 TINY = ROOT / "tests" / "debug" / "tiny.yaml"
@@ -30,8 +29,7 @@ def cluster(tmp_path_factory):
     """A Ray cluster with two CPUs, to which this process is connected."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import ray
-
+        ray = pytest.importorskip("ray")
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
@@ -65,6 +63,7 @@ def test_ranks_run_on_the_cluster_and_their_output_is_printed_here(cluster, tmp_
 
 
 def test_the_spec_of_each_role_decides_its_resources(tmp_path):
+    pytest.importorskip("ray")
     from areal_core.launch.job import spec_of
     from areal_core.launch.placement import place
     from areal_core.launch.ray_cluster import make_bundles
