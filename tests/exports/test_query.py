@@ -12,10 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pyarrow import parquet
 
-from areal_debug.query.database import Database
-from recorder import open_record
+from recorder import Record, open_record
 from tests.command_line import run as areal_debug
 from tests.exports.given import recorded_rows
 
@@ -23,8 +21,14 @@ MEMORY = 1 << 29
 run = partial(areal_debug, "query")
 
 
+def database_of(record: Record):
+    from areal_debug.query.database import Database  # of 300 modules, in one worker alone
+
+    return Database(record, MEMORY)
+
+
 def ask(folder: Path, sql: str) -> list[tuple]:
-    return list(Database(open_record(folder), MEMORY).query(sql).rows())
+    return list(database_of(open_record(folder)).query(sql).rows())
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +119,7 @@ def test_only_the_columns_and_steps_of_the_query_are_read(full, tmp_path):
     reads = []
     original = record.storage.read
     object.__setattr__(record.storage, "read", lambda *a: reads.append(a[0]) or original(*a))
-    database = Database(record, MEMORY)
+    database = database_of(record)
     assert len(list(database.query("select advantages from samples where step = 0").rows())) == 8
     reads.clear()
     assert (
@@ -167,7 +171,7 @@ def test_a_wrong_query_is_one_sentence(full, sql, sentence):
 def test_the_database_itself_refuses_files_extensions_and_settings(full, tmp_path, sql):
     import duckdb
 
-    database = Database(open_record(full), MEMORY)
+    database = database_of(open_record(full))
     with pytest.raises(duckdb.Error):
         database.connection.execute(sql.replace("FILE", str(tmp_path / "file"))).fetchall()
     assert list(tmp_path.iterdir()) == []
@@ -199,6 +203,8 @@ def test_csv_has_no_formula(full, tmp_path):
 
 
 def test_json_and_files_hold_exact_values(full, tmp_path):
+    from pyarrow import parquet
+
     sql = "select step, row, logprobs, sum(num_tokens) over () n, 'nan'::float x from samples order by 1, rank, 2"
     found = json.loads(run(full, sql, "--json")[1])
     want = recorded_rows(full)
