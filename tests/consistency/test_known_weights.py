@@ -68,7 +68,7 @@ def sampled_by(folders, kind):
     [
         ("last", None, ""),
         ("base", "R32", "sampled with the base model (first or reference weights)"),
-        ("previous", "R24", "stale weights"),
+        pytest.param("previous", "R24", "stale weights", marks=pytest.mark.long),
         ("some tensors", "R25", "still have the base model's values"),
         ("delta", "R24", "the last update was applied to the base model"),
         ("some rows", "R24", "some requests were answered with stale weights"),
