@@ -27,7 +27,7 @@ ALONE += ["llama4_text", "doge", "stablelm", "bloom", "mpt", "mamba", "granitemo
 
 
 # Every other family of the list has something in common with one of these.
-QUICK = {"gpt_oss", "deepseek_v3", "mamba"}
+QUICK = {"gpt_oss", "mamba"}
 
 
 @pytest.mark.parametrize(
