@@ -22,6 +22,7 @@ from recorder import open_record, verify
 from recorder.trainers.recorder import Recorder
 from replayer.trl.observing import Generators, samples_of_step
 from replayer.trl.one_step import trainer_of
+from tests.forks import COMMAND, run_forked
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -403,14 +404,6 @@ def test_layouts_that_cannot_be_computed_are_refused(runs, model, tmp_path, defa
     with pytest.raises(CannotReplay, match="8 rows in an update and 1 micro-batches in a generation"):
         layouts(partial(runs.grpo, model, tmp_path / "again", **apart), str(folder), 0)
     supervised = recorded(runs.sft(model, tmp_path / "out", max_steps=1), tmp_path / "sft")
-    command = [
-        Path(sys.executable).with_name("areal-debug"),
-        "replay",
-        supervised,
-        "--step",
-        "0",
-        "--layouts",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_forked([COMMAND, "replay", str(supervised), "--step", "0", "--layouts"])
     assert (done.returncode, done.stderr.count("Error")) == (2, 1)
     assert "is of a SFTTrainer, and this is for a GRPOTrainer" in done.stderr
