@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from replayer.request import Request
 from tests.command_line import git
 
 ROOT = Path(__file__).parents[2]
+late = partial(pytest.param, marks=pytest.mark.long)
 CODE = {
     "commit": "a" * 40,
     "dirty_sha256": None,
@@ -112,6 +114,9 @@ def clone(tmp_path):
 
 LOSSES, ATTENTION = "areal_core/algorithm/losses.py", "areal_core/engine/attention.py"
 CLIP = (LOSSES, "clamp(1.0 - eps_clip, 1.0 + higher)", "clamp(1.0 - eps_clip, 1.0 + higher / 99)")
+SHUFFLE = ("areal_core/data/loader.py", ".shuffle(rows)", ".shuffle(rows[:])")
+COUNT = ("areal_core/algorithm/normalization.py", "self.count - int(unbiased)", "self.count - 1 * 1")
+SCALE = ("areal_core/engine/optimizer.py", "import torch\n", "import torch\n\nSCALE = 2\n")
 CAST = (
     ATTENTION,
     "    packing = Packing(lengths, scale, dropout",
@@ -133,25 +138,10 @@ def line_of(folder, path, text):
     ("stage", "edit", "text"),
     [
         ("loss", CLIP, "higher / 99"),
-        ("logprobs", CAST, "module.layer_idx == 1"),
-        pytest.param(
-            "batch",
-            ("areal_core/data/loader.py", ".shuffle(rows)", ".shuffle(rows[:])"),
-            "shuffle(rows[:])",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "advantages",
-            ("areal_core/algorithm/normalization.py", "self.count - int(unbiased)", "self.count - 1 * 1"),
-            "self.count - 1 * 1",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "weights",
-            ("areal_core/engine/optimizer.py", "import torch\n", "import torch\n\nSCALE = 2\n"),
-            "SCALE = 2",
-            marks=pytest.mark.long,
-        ),
+        late("logprobs", CAST, "module.layer_idx == 1"),
+        late("batch", SHUFFLE, "shuffle(rows[:])"),
+        late("advantages", COUNT, "self.count - 1 * 1"),
+        late("weights", SCALE, "SCALE = 2"),
     ],
 )
 def test_the_changed_line_of_a_stage_is_found_beside_changes_that_act_on_others(clone, stage, edit, text):
