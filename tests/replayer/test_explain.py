@@ -2,6 +2,7 @@
 
 import io
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -99,22 +100,16 @@ def test_each_sample_without_a_gradient_has_its_reason(tmp_path, tiny_model, rec
 
 BROKEN_ROW = 9
 NAN, INF = math.nan, math.inf
+late = partial(pytest.param, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "norm", "why", "num_broken"),
     [
-        pytest.param("rewards", NAN, None, "reward is nan", 1, marks=pytest.mark.long),
-        pytest.param("rewards", -INF, None, "reward is -inf", 1, marks=pytest.mark.long),
+        late("rewards", NAN, None, "reward is nan", 1),
+        late("rewards", -INF, None, "reward is -inf", 1),
         ("rewards", NAN, {"mean_level": "group", "std_level": "group", "group_size": 4}, "reward is nan", 4),
-        pytest.param(
-            "logprobs",
-            -INF,
-            None,
-            "log-prob (logprobs) of token 2 is -inf (8 of 8)",
-            1,
-            marks=pytest.mark.long,
-        ),
+        late("logprobs", -INF, None, "log-prob (logprobs) of token 2 is -inf (8 of 8)", 1),
     ],
 )
 def test_the_first_value_that_is_not_finite_is_named(
@@ -132,9 +127,8 @@ def test_the_first_value_that_is_not_finite_is_named(
     options = {"actor__reward_norm": norm, "actor__adv_norm": None, "actor__nonfinite": "skip"}
     found, _, line = explained(record_run(tmp_path, tiny_model, 1, broken, **options))
     assert (found.samples[0].row, found.samples[0].why) == (BROKEN_ROW, why)
-    assert [sample.stage is None for sample in found.samples] == [False] * num_broken + [True] * (
-        16 - num_broken
-    )
+    is_finite = [sample.stage is None for sample in found.samples]
+    assert is_finite == [False] * num_broken + [True] * (16 - num_broken)
     assert f"{num_broken} of 16 samples have a value that is not finite" in line
     assert f"row {BROKEN_ROW} (prompt 2, sample 1): {why}." in line
 
