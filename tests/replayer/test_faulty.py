@@ -21,6 +21,7 @@ WRONG_OUTPUT = {"kind": "output", "module": DOWN, "call": 1, "element": 77, "bit
 WRONG_GRADIENT = {"kind": "gradient", "module": QUERY, "call": 1, "element": 100, "bit": 22}
 WRONG_STATE = {"kind": "state", "module": DOWN, "call": 1, "element": 5, "bit": 29}
 SUMS = {"debug.record_bit_sums": True}
+late = partial(pytest.param, marks=pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +74,7 @@ def test_a_run_that_verifies_each_step_has_the_bits_of_one_that_does_not(runs, s
     ("flip", "place"),
     [
         (WRONG_OUTPUT, f"micro-batch 1, output of {DOWN}, element [0, 1, 13], bit 30"),
-        pytest.param(
-            WRONG_GRADIENT,
-            f"micro-batch 1, gradient of {QUERY}.weight, element [1, 36], bit 22",
-            marks=pytest.mark.long,
-        ),
+        late(WRONG_GRADIENT, f"micro-batch 1, gradient of {QUERY}.weight, element [1, 36], bit 22"),
     ],
 )
 def test_a_step_that_is_computed_wrongly_once_stops_the_run_before_its_update(runs, flip, place):
