@@ -27,12 +27,15 @@ SAMPLING = Sampling(
 )
 
 
+def make_model(folder, **options):
+    make_tiny_tokenizer().save_pretrained(folder)
+    given = {"vocab_size": 105, "eos_token_id": 1, "mlp_only_layers": []} | options
+    return make_tiny_family(folder, "qwen3_moe", **given)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("moe")
-    make_tiny_tokenizer().save_pretrained(folder)
-    options = {"num_experts_per_tok": 1, "norm_topk_prob": True, "mlp_only_layers": []}
-    return make_tiny_family(folder, "qwen3_moe", vocab_size=105, eos_token_id=1, **options)
+    return make_model(tmp_path_factory.mktemp("moe"), num_experts_per_tok=1, norm_topk_prob=True)
 
 
 def sampled_from(folder, seed=0, **options):
@@ -72,8 +75,7 @@ def computed_with(variant_of, folder, seed=0):
 )
 def test_experts_that_are_computed_otherwise_are_named(name, tmp_path, monkeypatch):
     monkeypatch.setattr(variants, "TOKENS_TO_SCREEN", 64)
-    make_tiny_tokenizer().save_pretrained(tmp_path)
-    folder = make_tiny_family(tmp_path, "qwen3_moe", vocab_size=105, eos_token_id=1, mlp_only_layers=[])
+    folder = make_model(tmp_path)
     rows = computed_with(lambda model: next(v for v in variants_of(model) if v.name == name), folder)
     assert name in diagnosis(rows, folder).causes[0].name
 
@@ -105,10 +107,7 @@ def test_equal_routers_are_healthy(folder):
     ],
 )
 def test_the_mismatch_is_split_into_the_choice_of_experts_and_their_weights(tmp_path, scale, name):
-    make_tiny_tokenizer().save_pretrained(tmp_path)
-    folder = make_tiny_family(
-        tmp_path, "qwen3_moe", vocab_size=105, eos_token_id=1, norm_topk_prob=True, mlp_only_layers=[]
-    )
+    folder = make_model(tmp_path, norm_topk_prob=True)
     rows = sampled_from(folder, keeps_weights=True)
     model = load_model(str(folder), dtype=torch.float32)
     generator = torch.Generator().manual_seed(5)
