@@ -131,18 +131,9 @@ def broken_model(kind: str, folder: Path) -> str:
     return str(model)
 
 
-def server_that_starts(folder: Path) -> str:
-    write_state(this_keeper("127.0.0.1:9", "embedded", "m", ""))
-    return f"--names {folder}"
-
-
-def server_that_ended(folder: Path) -> str:
-    write_state(replace(this_keeper("127.0.0.1:9", "embedded", "m", ""), keeper_started=1.0), "ready")
-    return f"--names {folder}"
-
-
-def server_that_does_not_answer(folder: Path) -> str:
-    write_state(this_keeper("127.0.0.1:9", "embedded", "m", ""), "ready")
+def of_server(folder: Path, *state: str, **changes: float) -> str:
+    """Write the state of a server that does not answer."""
+    write_state(replace(this_keeper("127.0.0.1:9", "embedded", "m", ""), **changes), *state)
     return f"--names {folder}"
 
 
@@ -397,9 +388,9 @@ CASES = [
         for kind in ("absent", "damaged")
     ),
     Case("serve --status", "servers", "absent", lambda folder: f"--names {folder}"),
-    Case("serve --status", "answers", "absent", server_that_starts),
-    Case("serve --status", "answers", "stale", server_that_ended),
-    Case("serve --status", "answers", "contradictory", server_that_does_not_answer),
+    Case("serve --status", "answers", "absent", of_server),
+    Case("serve --status", "answers", "stale", lambda folder: of_server(folder, "ready", keeper_started=1.0)),
+    Case("serve --status", "answers", "contradictory", lambda folder: of_server(folder, "ready")),
     Case("train --dry-run", "code", "damaged", partial(dry_run, "reward")),
     Case("info", "packages", "contradictory", refused_package),
     Case("eval --compare", "results", "absent", partial(evaluated, shutil.rmtree)),
