@@ -305,16 +305,16 @@ def history(tmp_path_factory):
     return clone, first, bad, last
 
 
-def code(commit):
-    return header({"code": {"commit": commit, "dirty_sha256": None}})
+def records_of_commits(tmp_path, *commits):
+    """Write the records of two commits, the second with other advantages."""
+    here, there = (header({"code": {"commit": commit, "dirty_sha256": None}}) for commit in commits)
+    right = record(tmp_path / "right", header=there, change=lambda step, script: other_advantages(script))
+    return record(tmp_path / "left", header=here), right
 
 
 def test_the_commit_file_and_line_that_act_on_the_stage_are_named(tmp_path, history):
     clone, first, bad, last = history
-    here = record(tmp_path / "left", header=code(first))
-    there = record(
-        tmp_path / "right", header=code(last), change=lambda step, script: other_advantages(script)
-    )
+    here, there = records_of_commits(tmp_path, first, last)
     answer = explain(here, there, Options(clone))
     cause = answer.to_dict()["cause"]
     lines = (clone / "areal_core/algorithm/normalization.py").read_text().splitlines()
@@ -329,17 +329,9 @@ def test_the_commit_file_and_line_that_act_on_the_stage_are_named(tmp_path, hist
 
 def test_commits_that_do_not_act_on_the_stage_are_not_accused(tmp_path, history):
     clone, _, bad, last = history
-    answer = ask_by_commits(tmp_path, clone, bad, last)
+    answer = explain(*records_of_commits(tmp_path, bad, last), Options(clone))
     assert answer.finding.cause.kind == "unknown"
     assert any("none changed what the advantages runs" in line for line in answer.finding.evidence)
-
-
-def ask_by_commits(tmp_path, clone, left, right):
-    here = record(tmp_path / "left", header=code(left))
-    there = record(
-        tmp_path / "right", header=code(right), change=lambda step, script: other_advantages(script)
-    )
-    return explain(here, there, Options(clone))
 
 
 def test_the_command_prints_the_sentence_first_and_writes_a_page_and_json(tmp_path):
