@@ -44,16 +44,8 @@ def test_lower_limits_and_a_busy_machine_refuse_nothing(full, tmp_path, pool):
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
     environment = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": pool}
     begin = (sys.executable, "-P", "-m", "areal_debug")
-    export = (
-        "record",
-        "export",
-        str(full),
-        "--format",
-        "parquet",
-        "--force",
-        "--to",
-        f"{tmp_path}/x.parquet",
-    )
+    options = ("--format", "parquet", "--force", "--to", f"{tmp_path}/x.parquet")
+    export = ("record", "export", str(full), *options)
     try:
         for limit in ("ulimit -v 4000000", "ulimit -t 20", "true"):
             for verb in (("query", str(full), "select * from tokens"), export) * 4:
