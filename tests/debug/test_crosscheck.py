@@ -1,9 +1,7 @@
 """`areal-debug crosscheck` on steps that plain loops computed, and on a step of our own trainer."""
 
-import importlib.util
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,15 +19,9 @@ from replayer.crosscheck.opinions import crosscheck
 from replayer.crosscheck.step_rows import read_rows
 from tests.command_line import installed
 
+from . import crosscheck_steps as steps
+
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location(
-    "crosscheck_steps", Path(__file__).with_name("crosscheck_steps.py")
-)
-assert spec is not None
-assert spec.loader is not None
-steps = importlib.util.module_from_spec(spec)
-sys.modules["crosscheck_steps"] = steps
-spec.loader.exec_module(steps)
 SAMPLE = [*steps.PLANTS[:42:6], *steps.PLANTS[-5:]]
 
 
