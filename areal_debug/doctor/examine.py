@@ -43,7 +43,10 @@ RULES: tuple[Callable[[Run], Alarm | None], ...] = tuple(rule for area in AREAS 
 
 ONSET_SHARE = 0.1  # of the run: how exact onsets are
 UNBENT_SHARE = 0.5  # of the run: what has no bend has no exact onset
-FLAT = {row["titles"][name] for row in findings().values() for name in row.get("no_onset", ())}
+FLAT, BEHIND = (
+    {row["titles"][name] for row in findings().values() for name in row.get(key, ())}
+    for key in ("no_onset", "behind")
+)
 EXIT_CODES = {"problem": 1, "healthy": 0, "unknown": 2}  # of a verdict
 
 
@@ -85,7 +88,8 @@ def causes_first(alarms: Sequence[Alarm], num_steps: int, logged: Mapping[str, S
     distance of two values of their metric in `logged`, as of two evaluations. A reward
     that never rose, or a loss that never fell, has no onset: what broke later explains it too.
     """
-    left = sorted(alarms, key=lambda alarm: (alarm.severity != "error", alarm.onset or 0))
+    left = [alarm for alarm in alarms if alarm.title not in BEHIND]
+    left.sort(key=lambda alarm: (alarm.severity != "error", alarm.onset or 0))
 
     def follows(effect: Alarm) -> bool:
         begins = logged.get(effect.metric, NOTHING).steps[:1]
@@ -102,6 +106,7 @@ def causes_first(alarms: Sequence[Alarm], num_steps: int, logged: Mapping[str, S
         chosen = next((alarm for alarm in left if not follows(alarm)), left[0])
         left.remove(chosen)
         yield chosen
+    yield from (alarm for alarm in alarms if alarm.title in BEHIND)
 
 
 def cost_since(run: Run, step: int | None) -> str:

@@ -7,6 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from areal_debug.doctor.names import QUANTITIES, choose_names, family_of
 from areal_debug.doctor.rows import is_record, metrics_of
 from areal_debug.doctor.series import NOTHING, Series
@@ -28,6 +30,7 @@ OF_PREFERENCES = ("preference_accuracy", "chosen_reward", "rejected_reward")
 OF_REWARDS = ("reference_kl", "approx_kl", "clip_ratio", "zero_variance_groups", "length", "reward")
 OF_ANY_RECORD = "record/length"  # counted from rows, also from supervised ones
 OF_PAIRS = re.compile(r"(?i)chosen|reject|margin|accuracies|prefer|pair|\bdist\b|^(?:dpo|rw)/")
+OF_ACCURACY, OF_GUESSES = re.compile(r"(?i)acc(?:uracy)?$"), 0.08  # nats from ln 2
 OF_TEACHER = re.compile(r"(?i)(?<![a-z])(?:teacher|distill)")
 OF_CONSISTENCY = ("mean_abs", "k3", "share_above_ln2")  # numbers of a check
 COUNTS = {"id", "epoch", "timestamp"}  # beside the step: of the logger, and no metrics
@@ -165,12 +168,21 @@ def judged(by_name: Mapping[str, Series], given: Mapping[str, str] | None = None
         quantity: name.removeprefix("train/") for quantity, name in (given or {}).items()
     }
     series = {quantity: by_name[chosen[quantity]] for quantity in QUANTITIES if quantity in chosen}
-    if not any(map(OF_PAIRS.search, by_name)) and "preference_accuracy" not in (given or {}):
+    loss, held_out = (series.get(name, NOTHING).finite for name in ("loss", "eval_reward"))
+    of_two = len(loss.values) and abs(np.median(loss.values[:3]) - np.log(2)) < OF_GUESSES
+    if of_two and "reward" not in series and OF_ACCURACY.search(held_out.name):
+        series["preference_accuracy"] = series.pop("eval_reward")  # the loss of one of two begins at ln 2
+    elif not any(map(OF_PAIRS.search, by_name)) and "preference_accuracy" not in (given or {}):
         series.pop("preference_accuracy", None)  # of tokens, or of answers
     elif not any(name in series for name in (*OF_REWARDS[:-1], *(given or {}))):
         series.pop("reward", None)  # the mean score of pairs: its level means nothing
     if any(map(OF_TEACHER.search, by_name)) and not series.get("reward", NOTHING).values.any():
         series.pop("reward", None)  # 0 in each step: a teacher is distilled
+    turns = series.get("tool_calls", NOTHING)
+    if "turn" in turns.name and len(turns.finite.values):  # one or two of them are an answer without a call
+        series["tool_calls"] = replace(
+            turns, values=turns.values - min(2.0, np.floor(turns.finite.values.min()))
+        )
     entropy = series.get("entropy", NOTHING)
     if re.search("(?i)ent[a-z_]* ?loss", entropy.name) and entropy.finite.first <= 0:
         series["entropy"] = entropy = replace(entropy, values=-entropy.values)  # of a loss: negative

@@ -1,6 +1,7 @@
 """Metrics of runs that learn, and of runs with one problem each, with the scatter of real runs."""
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,32 +10,7 @@ import numpy as np
 from tests.command_line import invoke, reported
 
 STEPS = 200
-OURS = {
-    "reward": "ppo_actor/task_reward/avg",
-    "eval_reward": "eval-rollout/reward/avg",
-    "importance_weight": "ppo_actor/update/importance_weight/avg",
-    "behave_imp_weight": "ppo_actor/update/behave_imp_weight/avg",
-    "clip_ratio": "ppo_actor/update/clip_ratio/avg",
-    "approx_kl": "ppo_actor/update/approx_kl/avg",
-    "reference_kl": "actor/kl_loss",
-    "entropy": "ppo_actor/update/entropy/avg",
-    "grad_norm": "ppo_actor/update/grad_norm",
-    "length": "ppo_actor/seq_len/avg",
-    "no_eos": "ppo_actor/no_eos_ratios/avg",
-    "zero_variance_groups": "ppo_actor/zero_variance_groups",
-    "staleness": "ppo_actor/update/version_stats/head_offpolicyness/avg",
-    "logprob_difference": "train_rollout_logprob_abs_diff",
-    "effective_samples": "ess_ratio",
-    "filtered": "ppo_actor/update/rs_filtered_fraction",
-    "lr": "ppo_actor/update/lr",
-    "failed": "rollout/failed",
-    "accepted": "rollout/accepted",
-    "explained_variance": "ppo_critic/explained_variance",
-    "failed_share": "ppo_actor/episode_failed/avg",
-    "prompts_cut": "prompt_length/clip_ratio",
-    "tool_failures": "tools/failure_frequency",
-    "tool_calls": "tool_call_counts/mean",
-}
+OURS = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
 
 
 def healthy(seed: int = 0, steps: int = STEPS) -> dict[str, np.ndarray]:
@@ -151,10 +127,7 @@ TROUBLES = {
         changed(reward=lambda r: np.where(np.arange(STEPS) == 150, np.inf, r["reward"])),
     ),
     "truncation": ("D20", changed(no_eos=lambda r: around(ramp(0.01, 0.3), 0.01))),
-    "length": (
-        "D21",
-        changed(**LEARNS_NOTHING, length=lambda r: around(ramp(300, 900, 0.0), 20)),
-    ),
+    "length": ("D21", changed(**LEARNS_NOTHING, length=lambda r: around(ramp(300, 900, 0.0), 20))),
     "old samples": ("D23", changed(staleness=lambda r: around(ramp(1, 6, 0.0), 0.2))),
     "stale engine": ("D24", changed(logprob_difference=lambda r: around(ramp(0.011, 0.036, 0.3), 0.0005))),
     "few effective samples": ("D25", changed(effective_samples=lambda r: around(0.3, 0.02))),
@@ -163,9 +136,6 @@ TROUBLES = {
     "cut prompts": ("D52", changed(prompts_cut=lambda r: around(0.2, 0.01))),
     "aborted episodes": ("D53", changed(failed_share=lambda r: around(ramp(0.01, 0.2), 0.01))),
     "failing tools": ("D54", changed(tool_failures=lambda r: around(ramp(0.1, 0.7), 0.02))),
-    "no tools": (
-        "D55",
-        changed(**LEARNS_NOTHING, tool_calls=lambda r: around(ramp(3.0, 0.1), 0.02)),
-    ),
+    "no tools": ("D55", changed(**LEARNS_NOTHING, tool_calls=lambda r: around(ramp(3.0, 0.1), 0.02))),
     "critic": ("D28", changed(explained_variance=lambda r: around(-0.3))),
 }

@@ -78,8 +78,16 @@ def test_few_checks_are_no_health(tmp_path):
         ({"kl": scattered(-5 * X, 0.1)}, ["D44"]),
         ({"kl": scattered(np.zeros(STEPS), 0.002)}, []),  # an estimate around 0
         ({"value_loss": scattered(4 + 3 * X, 0.3)}, ["D28"]),
-        ({"kl": np.zeros(STEPS), "grad_norm": np.zeros(0)}, ["D32"]),
+        ({"kl": np.zeros(STEPS), "grad_norm": np.zeros(0)}, []),  # none is configured, as far as is known
+        (
+            {"kl": np.zeros(STEPS), "grad_norm": np.zeros(0), "reward": 0.3 + 0 * X},
+            ["D01", "D32"],
+        ),  # behind others
         ({"kl": np.zeros(STEPS), "grad_norm": np.full(STEPS, np.nan)}, ["D17"]),
+        ({"kl": np.exp(scattered(14, 2))}, ["D29"]),  # of millions from the first step on
+        ({"num_turns/mean": 2 + np.exp(-9 * X), "reward": scattered(0.4)}, ["D55", "D16", "D01"]),
+        ({"num_turns/mean": 6 - X, "reward": scattered(0.4)}, ["D16", "D01"]),
+        ({"training/rollout_probs_diff_mean": 0 * X + 2e-6, "rollout_corr/k3_kl": 0.05 + 0 * X}, ["D24"]),
         ({"value_loss": scattered(0.05 + 0.2 * X, 0.005), "reward": scattered(0.05 + 0.4 * X)}, []),
         ({"value_loss": scattered(1 + 2 * np.minimum(X, 0.3))}, []),  # it levels off
         ({"value_loss": scattered(4 + 30 * X, 0.3), "reward": scattered(90 + 900 * X, 9)}, []),  # of returns

@@ -38,13 +38,11 @@ def write(folder, config=None, metrics=None, change=None, model=None, steps=STEP
                     "prompt_tokens": [1, 100 + number // 4, 2],
                     "completion_tokens": tokens,
                     "group": number // 4,
-                }
-                row |= {
                     "reward": float(rng.random() < 0.3 + step / 40),
                     "finish_reason": "stop",
                     "versions": step,
+                    "logprobs": (-rng.exponential(1.5, size)).tolist(),
                 }
-                row |= {"logprobs": (-rng.exponential(1.5, size)).tolist()}
                 if change is not None:
                     change(row, number, rows)
                 rows.append(row)

@@ -4,7 +4,9 @@ import contextlib
 import json
 import shutil
 import sqlite3
+import struct
 import tomllib
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -96,25 +98,16 @@ def test_a_project_of_trackio_is_read_as_its_runs(tmp_path, monkeypatch):
         read_run(database)
 
 
-@pytest.mark.parametrize(
-    ("rows", "reward"),
-    [
-        ([{"step": s, "data": {"my/reward": s}} for s in STEPS], "my/reward"),
-        ([{"global_step": s, "metrics": {"reward": {"mean": s}}} for s in STEPS], "reward/mean"),
-        ([{"_step": 3 * s, "train/step": s, "train/reward": s} for s in STEPS], "reward"),
-        ([{"training/global_step": s, "timing_s/step": 0.5, "score": str(s)} for s in STEPS], "score"),
-        ([{"iteration": s, "reward": s} for s in STEPS], "reward"),
-        ([{"key": k, "value": s, "step": s} for s in STEPS for k in ("reward", "kl")], "reward"),  # MLflow
-        ([{"current_steps": s, "total_steps": 99, "reward": s} for s in STEPS], "reward"),  # LLaMA-Factory
-        ([{"global_step/max_steps": f"{s}/99", "reward": s} for s in STEPS], "reward"),  # ms-swift
-        ([{"time/total_timesteps": s, "rollout/ep_rew_mean": s} for s in STEPS], "rollout/ep_rew_mean"),
-        ([{"training_iteration": s, "timesteps_total": 9 * s, "reward": s} for s in STEPS], "reward"),
-        ([row for s in STEPS for row in ({"reward": s, "epoch": 0.1}, {"eval_loss": 1})], "reward"),
-    ],
-)
-def test_the_step_of_a_row_is_found_in_each_of_its_forms(tmp_path, rows, reward):
-    run = read_run(write_lines(tmp_path / "log.jsonl", rows))
-    assert (run.series["reward"].name, rewards(run)) == (reward, (list(STEPS), [float(s) for s in STEPS]))
+STEP_FORMS = tomllib.loads(Path(__file__).with_name("steps.toml").read_text(encoding="utf-8"))["forms"]
+
+
+@pytest.mark.parametrize("form", STEP_FORMS, ids=lambda form: form["lines"][0])
+def test_the_step_of_a_row_is_found_in_each_of_its_forms(tmp_path, form):
+    lines = [line.replace("@", str(step)) for step in STEPS for line in form["lines"]]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    run = read_run(tmp_path / "log.jsonl")
+    assert run.series["reward"].name == form["reward"]
+    assert rewards(run) == (list(STEPS), [float(step) for step in STEPS])
 
 
 def test_exports_as_json_as_tables_of_tags_and_as_a_table_of_several_runs(tmp_path):
@@ -150,6 +143,28 @@ def test_what_a_framework_prints_is_read_by_step(tmp_path, framework):
     first = PRINTED[framework].get("first", 1)  # 0: the lines are counted
     assert rewards(run) == (list(range(first, first + 9)), [step / 16 for step in range(1, 10)])
     assert (run.unit == "row") == (first == 0)
+
+
+SEVERAL = tomllib.loads(Path(__file__).with_name("several_files.toml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("files", SEVERAL.values(), ids=SEVERAL)
+def test_a_run_in_several_files_is_one(tmp_path, files):
+    for name, (head, line) in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        lines = [line.format(s=step, v=step / 8) for step in STEPS]
+        (tmp_path / name).write_text("\n".join(filter(None, [head, *lines])))
+    run = read_run(tmp_path)
+    assert (rewards(run)[1], set(run.by_name)) == ([step / 8 for step in STEPS], {"reward", "kl"})
+
+
+def test_a_run_of_swanlab_is_read(tmp_path):
+    numbers = [{"key": "train/reward", "step": step, "metric": {"data": step / 8}} for step in STEPS]
+    found = [{"model_type": "Header", "data": {}}, *({"model_type": "Scalar", "data": of} for of in numbers)]
+    records = [json.dumps(record).encode() for record in found]
+    fragments = (struct.pack("<IHB", zlib.crc32(b"\1" + one), len(one), 1) + one for one in records)
+    (tmp_path / "backup.swanlab").write_bytes(b":SWL\xd6\xe1\1" + b"".join(fragments))
+    assert rewards(read_run(tmp_path)) == (list(STEPS), [step / 8 for step in STEPS])
 
 
 MALFORMED = tomllib.loads(Path(__file__).with_name("malformed.toml").read_text(encoding="utf-8"))["files"]

@@ -53,6 +53,7 @@ def reward_levels_off(run: Run) -> Alarm | None:
     return alarm(
         "D05",
         series,
+        title="reached",
         found=(
             f"the fitted curve rises from {low:.3g} to a ceiling of {ceiling:.3g}; {100 * REACHED:.0f} % of that was "
             f"reached at step {reached}, and the {idle} steps since then changed it by {late.change:+.2g}"

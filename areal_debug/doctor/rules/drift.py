@@ -10,7 +10,7 @@ from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.series import Series
 
-FAR = 1.0  # nat a token
+FAR, ABSURD = 1.0, 100.0  # nats a token; no log-probs are so far apart on average, only single tokens
 TOKENS = 100.0  # of a completion, over which TRL's `objective/kl` and the KL of KTO are sums
 GROWTH = 10.0
 WORTH_A_LOOK = 0.5  # nat a token
@@ -27,6 +27,7 @@ def divergence_explodes(run: Run) -> Alarm | None:
     gains = reward.trend
     scale = TOKENS if series.name.startswith("objective/") or run.kind == "preferences" else 1.0
     is_far = series.sustained(lambda value: value > FAR * scale)
+    is_absurd = series.holds(lambda value: value > ABSURD * scale)
     at_once = (
         is_far
         and gains is not None
@@ -40,7 +41,7 @@ def divergence_explodes(run: Run) -> Alarm | None:
     )
     if (
         not (series.rose(GROWTH) and (is_far or outruns))
-        and not at_once
+        and not (at_once or is_absurd)
         and not series.throughout(lambda value: value > FAR * scale)
     ):
         return None
@@ -51,7 +52,7 @@ def divergence_explodes(run: Run) -> Alarm | None:
         series,
         found=series.change + also,
         severity="error" if is_far else "warning",
-        title="far" if series.is_short else "explodes",
+        title="far" if series.is_short or not (series.rose(GROWTH) or at_once) else "explodes",
         since=begins,
     )
 

@@ -31,16 +31,11 @@ def statistics_contradict(run: Run) -> Alarm | None:
                 continue
             first = int(np.argmax(beyond))
             at, value = int(steps[first]), float(means[first])
-            return alarm(
-                "D45",
-                mean,
-                found=(
-                    f"in {int(beyond.sum())} of {len(steps)} steps the mean is beyond {other.name}: "
-                    f"{value:.4g} and {extremes[first]:.4g} at step {at}"
-                ),
-                evidence=((at, value),),
-                since=at,
+            found = (
+                f"in {int(beyond.sum())} of {len(steps)} steps the mean is beyond {other.name}: "
+                f"{value:.4g} and {extremes[first]:.4g} at step {at}"
             )
+            return alarm("D45", mean, found=found, evidence=((at, value),), since=at)
     return None
 
 
@@ -52,13 +47,8 @@ def loss_is_multiplied(run: Run) -> Alarm | None:
     times = np.interp(held_out.steps, *binned(loss)) / np.maximum(held_out.values, 1e-12)
     if times.min() < MULTIPLE or times.max() > ALIKE * times.min():
         return None
-    return alarm(
-        "D45",
-        loss,
-        found=f"{loss.name} is {times.min():.3g} to {times.max():.3g} times {held_out.name} in all {len(times)} evaluations",
-        variant="multiplied",
-        since=int(loss.steps[0]),
-    )
+    found = f"{loss.name} is {times.min():.3g} to {times.max():.3g} times {held_out.name} in all {len(times)} evaluations"
+    return alarm("D45", loss, found=found, variant="multiplied", since=int(loss.steps[0]))
 
 
 RULES = (statistics_contradict, loss_is_multiplied)

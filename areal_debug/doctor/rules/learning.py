@@ -178,13 +178,8 @@ def compare(train: Series, validation: Series) -> Alarm | None:
         begins, title = onset(validation.finite, "down"), "falls"
     else:
         return None
-    return alarm(
-        "D03",
-        validation.finite,
-        found=f"training gained {trained:+.3g}, {validation.name} {held_out:+.3g} at the same steps",
-        title=title,
-        since=begins,
-    )
+    found = f"training gained {trained:+.3g}, {validation.name} {held_out:+.3g} at the same steps"
+    return alarm("D03", validation.finite, found=found, title=title, since=begins)
 
 
 def fall_of(validation: Series) -> float:

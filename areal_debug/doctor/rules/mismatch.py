@@ -70,16 +70,11 @@ def batches_are_foreign(run: Run) -> Alarm | None:
     if not len(at) or np.median(sizes) > FOREIGN_NATS / BESIDE_OTHERS or (np.diff(at) == 1).any():
         return None
     first = int(series.steps[at[0]])
-    return alarm(
-        "D43",
-        series,
-        found=(
-            f"in {len(at)} of {len(series.values)} steps the mean log ratio is beyond {FOREIGN_NATS:g}, "
-            f"the largest {sizes.max():.3g}; its median is {np.median(sizes):.2g}"
-        ),
-        evidence=series.at(at[:8]),
-        since=first,
+    found = (
+        f"in {len(at)} of {len(series.values)} steps the mean log ratio is beyond {FOREIGN_NATS:g}, "
+        f"the largest {sizes.max():.3g}; its median is {np.median(sizes):.2g}"
     )
+    return alarm("D43", series, found=found, evidence=series.at(at[:8]), since=first)
 
 
 RULES = (batches_are_foreign,)

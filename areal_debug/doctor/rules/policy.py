@@ -77,13 +77,8 @@ def warm_up_is_longer(run: Run) -> Alarm | None:
     is_line = np.ptp(slopes) < 0.1 * abs(np.median(slopes))
     if not is_line or factor < 1.5 or abs(factor - round(factor)) > 0.05 * factor:
         return None
-    return alarm(
-        "D51",
-        rate,
-        found=f"it rises for {took:.0f} steps, {round(factor)} times the {configured[0]} that are configured",
-        since=int(rate.steps[0]),
-        factor=round(factor),
-    )
+    found = f"it rises for {took:.0f} steps, {round(factor)} times the {configured[0]} that are configured"
+    return alarm("D51", rate, found=found, since=int(rate.steps[0]), factor=round(factor))
 
 
 def rate_rises_again(run: Run) -> Alarm | None:
@@ -145,17 +140,9 @@ def entropy_rises(run: Run) -> Alarm | None:
     gain = run.finite("reward").since(begins).trend
     if not is_multiplied and (gain is None or gain.rises):
         return None
-    return alarm(
-        "D19",
-        series,
-        found=(
-            series.change
-            + (f"; the reward changed by {gain.change:+.3g} since step {begins}" if gain is not None else "")
-        ),
-        severity="error" if is_multiplied else "warning",
-        title="explodes" if is_multiplied else "rises",
-        since=begins,
-    )
+    gained = "" if gain is None else f"; the reward changed by {gain.change:+.3g} since step {begins}"
+    severity, title = ("error", "explodes") if is_multiplied else ("warning", "rises")
+    return alarm("D19", series, found=series.change + gained, severity=severity, title=title, since=begins)
 
 
 def critic_fails(run: Run) -> Alarm | None:
@@ -236,12 +223,8 @@ def policy_drifts_for_nothing(run: Run) -> Alarm | None:
     fell = fall_from_the_peak(run)
     if grows.change < max(0.01, abs(series.first)) or (fell is not None and fell[3]):
         return None  # it did gain reward until the peak, which D04 names
-    return alarm(
-        "D16",
-        series,
-        found=f"KL grew by {grows.change:.3g}, the reward changed by {gains.change:+.3g}",
-        since=onset(series, "up", in_ratios=True),
-    )
+    found = f"KL grew by {grows.change:.3g}, the reward changed by {gains.change:+.3g}"
+    return alarm("D16", series, found=found, since=onset(series, "up", in_ratios=True))
 
 
 def gradients_spike(run: Run) -> Alarm | None:
@@ -291,17 +274,11 @@ def gradients_grow(run: Run) -> Alarm | None:
         return None
     if end < max(LARGE, MULTIPLIED * float(np.exp(np.median(logs.values[:EARLY_STEPS])))):
         return None
-    return alarm(
-        "D17",
-        series,
-        found=(
-            f"{np.exp(logs.values[0]):.3g} at first, {end:.3g} at the end; since step {begins} each is "
-            f"{np.expm1(grows.change / max(1, len(later.values) - 1)):.0%} above the one before"
-        ),
-        title="grow",
-        since=begins,
-        verb="break",
+    found = (
+        f"{np.exp(logs.values[0]):.3g} at first, {end:.3g} at the end; since step {begins} each is "
+        f"{np.expm1(grows.change / max(1, len(later.values) - 1)):.0%} above the one before"
     )
+    return alarm("D17", series, found=found, title="grow", since=begins, verb="break")
 
 
 def beside_the_neighbours(

@@ -19,15 +19,11 @@ def steps_get_slower(run: Run) -> Alarm | None:
     longer = max(1.0, length.last / length.first) if length.first > 0 else 1.0
     if slower < UNEXPLAINED * longer:
         return None
-    return alarm(
-        "D36",
-        series,
-        found=(
-            f"{series.first:.3g} s a step at first, {series.last:.3g} s in the last {series.window} steps ({slower:.2f} times)"
-            + (f", {longer:.2f} times by longer completions" if longer > 1.05 else "")
-        ),
-        since=onset(series, "up", in_ratios=True),
+    found = (
+        f"{series.first:.3g} s a step at first, {series.last:.3g} s in the last {series.window} steps ({slower:.2f} times)"
+        + (f", {longer:.2f} times by longer completions" if longer > 1.05 else "")
     )
+    return alarm("D36", series, found=found, since=onset(series, "up", in_ratios=True))
 
 
 def memory_creeps(run: Run) -> Alarm | None:

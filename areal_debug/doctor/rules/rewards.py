@@ -7,7 +7,7 @@ import numpy as np
 from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.rules.learning import ENOUGH_STEPS, FEWEST_EVALUATIONS, validations
+from areal_debug.doctor.rules.learning import ENOUGH_STEPS, FEWEST_EVALUATIONS, is_learning, validations
 from areal_debug.doctor.rules.terms import weighted_terms, weights
 from areal_debug.doctor.series import Series, binned
 
@@ -15,6 +15,7 @@ from areal_debug.doctor.series import Series, binned
 TERM = re.compile(r"^(?:rewards|reward_components?|reward(?=/[^/]+/mean$))/(?P<name>[^/]+)(?:/mean)?$")
 NOT_A_TERM = {"mean", "std", "max", "min", "chosen", "rejected", "margins", "accuracies", "total"}
 OF_FORM = re.compile(r"format|tag|xml|json|style|structur|template|think|boxed|syntax|length|brevity", re.I)
+DIVERGENCE = "the KL to the reference"
 DOMINATES = 0.5  # share of the reward
 TIMES_THE_TASK = 2.0  # gain of the terms for form over that of the task
 FINE = 1e-5  # a mean reward that is printed so finely as 0 is 0: one sample that earned shows
@@ -114,9 +115,9 @@ def term_is_dead(run: Run) -> Alarm | None:
     logged = rewards | weighted_terms(run)
     divergence = run.finite("reference_kl")
     moves = "grad_norm" not in run.series or run.finite("grad_norm").last > 0
-    is_off = weights(run).get("KL", ("", 1.0))[1] == 0.0
-    if moves and not is_off and len(divergence.values) >= ENOUGH_STEPS:
-        logged["the KL to the reference"] = divergence
+    weight = weights(run).get("KL", ("", 0.0 if is_learning(run) else 1.0))[1]  # 0 is logged without one
+    if moves and weight and len(divergence.values) >= ENOUGH_STEPS:
+        logged[DIVERGENCE] = divergence
     sets = [series.finite for series in validations(run) if len(series.finite.values) >= FEWEST_EVALUATIONS]
     if any(series.values.any() for series in sets):  # none is solved where the model solves nothing
         logged |= {f"the validation set {series.name}": series for series in sets}
@@ -127,19 +128,15 @@ def term_is_dead(run: Run) -> Alarm | None:
     }
     dead = {name: series for name, series in constant.items() if series.values[0] == 0}
     # a term that is always a whole number may be earned always
-    found = dead or {
+    never = dead or {
         name: one for name, one in constant.items() if name in rewards and one.values[0] % 1 != 0
     }
-    if not found:
+    if not never:
         return None
-    series = next(iter(found.values()))
-    return alarm(
-        "D32",
-        series,
-        found=f"{', '.join(found)}: {series.values[0]:g} in all {len(series.values)} steps",
-        title="zero" if dead else "constant",
-        since=int(series.steps[0]),
-    )
+    series = next(iter(never.values()))
+    found = f"{', '.join(never)}: {series.values[0]:g} in all {len(series.values)} steps"
+    title = "unused" if [*never] == [DIVERGENCE] else "zero" if dead else "constant"
+    return alarm("D32", series, found=found, title=title, since=int(series.steps[0]))
 
 
 def filter_hides_the_reward(run: Run) -> Alarm | None:
@@ -152,12 +149,10 @@ def filter_hides_the_reward(run: Run) -> Alarm | None:
         return None
     if stays.rises and stays.change > 0.3 * gains.change:
         return None
-    return alarm(
-        "D38",
-        kept,
-        found=f"{kept.name} changed by {gains.change:+.3g}, {generated.name} of all samples by {stays.change:+.3g}",
-        since=onset(kept, "up"),
+    found = (
+        f"{kept.name} changed by {gains.change:+.3g}, {generated.name} of all samples by {stays.change:+.3g}"
     )
+    return alarm("D38", kept, found=found, since=onset(kept, "up"))
 
 
 RULES = (form_dominates, term_is_dead, filter_hides_the_reward)

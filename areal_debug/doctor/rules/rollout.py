@@ -30,16 +30,11 @@ def grows_longer(run: Run) -> Alarm | None:
     if kind is None:
         return None
     title, detail = kind
-    return alarm(
-        "D21",
-        length,
-        found=(
-            f"median {length.first:.0f} tokens at first, {length.last:.0f} at the end, the reward changed "
-            f"by {gains.change:+.3g}{detail}"
-        ),
-        title=title,
-        since=begins,
+    found = (
+        f"median {length.first:.0f} tokens at first, {length.last:.0f} at the end, the reward changed "
+        f"by {gains.change:+.3g}{detail}"
     )
+    return alarm("D21", length, found=found, title=title, since=begins)
 
 
 def why_longer(run: Run, begins: int, for_nothing: bool) -> tuple[str, str] | None:
@@ -84,20 +79,13 @@ def samples_are_old(run: Run) -> Alarm | None:
     """D23: staleness grows, or exceeds its limit."""
     allowed, series = run.config.get("rollout.max_head_offpolicyness"), run.finite("staleness")
     beyond = allowed is not None and series.sustained(lambda value: value > allowed)
-    found = series.trend
-    grows = found is not None and found.rises and found.change > 1
+    trend = series.trend
+    grows = trend is not None and trend.rises and trend.change > 1
     if not beyond and not (grows and series.last > 2):
         return None
-    return alarm(
-        "D23",
-        series,
-        found=(
-            series.change + (f"; rollout.max_head_offpolicyness is {allowed}" if allowed is not None else "")
-        ),
-        severity="error" if beyond else "warning",
-        title="beyond" if beyond else "grows",
-        since=onset(series, "up"),
-    )
+    found = series.change + (f"; rollout.max_head_offpolicyness is {allowed}" if allowed is not None else "")
+    severity, title = ("error", "beyond") if beyond else ("warning", "grows")
+    return alarm("D23", series, found=found, severity=severity, title=title, since=onset(series, "up"))
 
 
 def measured_difference(run: Run) -> tuple[Series, float]:
@@ -106,9 +94,9 @@ def measured_difference(run: Run) -> tuple[Series, float]:
     The KL divergence of the decoupled loss is one where no sample is stale: there it compares the
     same weights, and is half the square of the difference.
     """
-    for name, limit in (("logprob_difference", 0.03), ("k3", 0.015)):
-        if len(run.finite(name).values):
-            return run.finite(name), limit
+    both = [(run.finite(name), limit) for name, limit in (("logprob_difference", 0.03), ("k3", 0.015))]
+    if logged := [(series, limit) for series, limit in both if len(series.values)]:
+        return max(logged, key=lambda one: one[0].last / one[1])  # a difference of probabilities is small
     divergence, lag = run.finite("behave_kl"), run.finite("staleness").values
     if not len(lag) or lag.max() > 0:
         return NOTHING, LEAST_KL
@@ -166,10 +154,7 @@ def episodes_fail(run: Run) -> Alarm | None:
     if total == 0 or count / total <= 0.05:
         return None
     return alarm(
-        "D27",
-        failed,
-        found=f"{count:.0f} of {total:.0f} prompts so far",
-        since=onset(failed.finite, "up"),
+        "D27", failed, found=f"{count:.0f} of {total:.0f} prompts so far", since=onset(failed.finite, "up")
     )
 
 

@@ -110,20 +110,14 @@ def loses_half(series: Series, medians: Floats, start: float) -> bool:
 
 def held_out_loss_rises(run: Run) -> Alarm | None:
     series, trained = run.finite("eval_loss"), run.finite("loss").trend
-    found = rise_of_held_out(series)
-    if found is None or (trained is not None and trained.rises):
+    risen = rise_of_held_out(series)
+    if risen is None or (trained is not None and trained.rises):
         return None
-    best, lowest, change = found
+    best, lowest, change = risen
     meanwhile = "" if trained is None else f"; that of training by {trained.change:+.3g} over the run"
     at = int(series.steps[best])
-    return alarm(
-        "D07",
-        series,
-        found=f"around step {at} it was {lowest:.4g}, from there it changes by {change:+.3g}{meanwhile}",
-        evidence=((at, lowest), *series.tail(3)),
-        since=at,
-        end=at + 1,
-    )
+    found = f"around step {at} it was {lowest:.4g}, from there it changes by {change:+.3g}{meanwhile}"
+    return alarm("D07", series, found=found, evidence=((at, lowest), *series.tail(3)), since=at, end=at + 1)
 
 
 def rise_of_held_out(series: Series) -> tuple[int, float, float] | None:
@@ -154,32 +148,36 @@ def chosen_answers_lose_probability(run: Run) -> Alarm | None:
     the chosen ones must have fallen nearly as far.
     """
     chosen, rejected = run.finite("chosen_reward"), run.finite("rejected_reward")
-    found = chosen.trend
-    if found is None or not found.falls or not chosen.sustained(lambda value: value < 0):
+    fall = chosen.trend
+    if fall is None or not fall.falls or not chosen.sustained(lambda value: value < 0):
         return None
     # without a reference (SimPO, ORPO) they do not begin at 0
     start = [float(np.median(one.values[:MEDIAN_OF])) for one in (chosen, rejected) if len(one.values)]
     if len(start) > 1 and chosen.last - start[0] >= NEARLY_AS_FAR * (rejected.last - start[1]):
         return None
-    return alarm(
-        "D09",
-        chosen,
-        found=(
-            f"their reward changes by {found.change:+.3g} over the run and is {chosen.last:.3g} at the end; "
-            "below 0 the policy likes them less than its reference does"
-        ),
-        since=onset(chosen, "down"),
+    found = (
+        f"their reward changes by {fall.change:+.3g} over the run and is {chosen.last:.3g} at the end; "
+        "below 0 the policy likes them less than its reference does"
     )
+    return alarm("D09", chosen, found=found, since=onset(chosen, "down"))
 
 
 def policy_is_the_reference(run: Run) -> Alarm | None:
-    """D50: rewards of chosen and rejected answers are always 0, while gradients are not."""
+    """D50: rewards of chosen and rejected answers are always 0, and log-probs too, or gradients are not."""
     both, norm = [run.finite(f"{side}_reward") for side in ("chosen", "rejected")], run.finite("grad_norm")
     known = all(len(one.values) >= FEWEST_STEPS and not one.resolution for one in both)
-    if not known or not norm.sustained(lambda value: value > 0) or any(one.values.any() for one in both):
+    answers = [one for name, one in run.by_name.items() if "logps/" in name]
+    is_masked = bool(answers) and not any(one.values.any() for one in answers)
+    moves = norm.sustained(lambda value: value > 0)
+    if not known or not (moves or is_masked) or any(one.values.any() for one in both):
         return None
-    found = f"{both[0].name} and {both[1].name} are 0 in all {len(both[0].values)} steps, the gradient norm is {norm.last:.2g}"
-    return alarm("D50", both[0], found=found, since=int(both[0].steps[0]))
+    names = " and ".join(one.name for one in (both + answers if is_masked else both))
+    found = (
+        f"{names} are 0 in all {len(both[0].values)} steps"
+        + f", the gradient norm is {norm.last:.2g}" * moves
+    )
+    variant = "masked" if is_masked else ""
+    return alarm("D50", both[0], found=found, variant=variant, since=int(both[0].steps[0]))
 
 
 RULES = (

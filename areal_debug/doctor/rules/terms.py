@@ -83,16 +83,11 @@ def reference_is_replaced(run: Run) -> Alarm | None:
         falls = after[0] < NOTHING_LEFT * before.min() and after.max() < before.min()
         if before.min() > max(LEAST_KL, BEYOND_NOISE * kl.noise) and falls:
             steps = kl.steps
-            return alarm(
-                "D47",
-                kl,
-                found=(
-                    f"{kl.name} is {np.median(before):.3g} before step {steps[at]}, {after[0]:.2g} there, "
-                    f"and {after[-1]:.2g} at step {steps[at + BESIDE - 1]}"
-                ),
-                evidence=kl.at(range(at - 2, at + 3)),
-                since=int(steps[at]),
+            found = (
+                f"{kl.name} is {np.median(before):.3g} before step {steps[at]}, {after[0]:.2g} there, "
+                f"and {after[-1]:.2g} at step {steps[at + BESIDE - 1]}"
             )
+            return alarm("D47", kl, found=found, evidence=kl.at(range(at - 2, at + 3)), since=int(steps[at]))
     return None
 
 

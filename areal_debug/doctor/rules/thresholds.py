@@ -9,7 +9,9 @@ from areal_debug.doctor.alarm import Alarm, alarm, findings
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
 from areal_debug.doctor.rules.learning import is_learning, rises
-from areal_debug.doctor.series import FEWEST_STEPS, Series
+from areal_debug.doctor.series import Series
+
+FEWEST_LATE, STILL_RISING = 5, 0.01
 
 
 def is_beyond(row: dict[str, Any], limit: float | None, value: float) -> bool:
@@ -24,14 +26,16 @@ def is_beyond(row: dict[str, Any], limit: float | None, value: float) -> bool:
 
 
 def is_near(row: dict[str, Any], run: Run) -> bool:
-    """Return whether the mean of the second half is below `near`: at chance level half of the steps are."""
+    """Return whether the mean of the second half is below `near`: at chance level half of the steps are.
+
+    Not if it rises within that half, by more than a hundredth and twice the error of its mean.
+    """
     values = run.finite(row["quantity"]).values
     late = values[len(values) // 2 :]
-    return (
-        len(late) >= FEWEST_STEPS
-        and late.mean() <= row.get("near", -np.inf)
-        and not rises(run, row["quantity"])
-    )
+    if len(late) < FEWEST_LATE or late.mean() > row.get("near", -np.inf):
+        return False
+    gained = late[len(late) // 2 :].mean() - late[: len(late) // 2].mean()
+    return bool(gained <= max(STILL_RISING, 2 * late.std() / len(late) ** 0.5))
 
 
 def beyond(id: str, run: Run) -> Alarm | None:

@@ -23,11 +23,13 @@ from areal_debug.doctor.sources.plain_files import (
     Row,
     SeveralRuns,
     UnreadableRun,
+    is_chart,
     json_lines,
     read_charts,
     read_csv,
     read_json,
     read_jsonl,
+    read_mlflow,
     read_trainer_state,
     runs_of_csv,
 )
@@ -189,9 +191,10 @@ def run_of(file: Path) -> Path:
     """Return what is common to all metrics files of one run: the file itself, or a folder.
 
     TensorBoard starts a new event file after a restart; Transformers writes a trainer state into
-    each `checkpoint-N`.
+    each `checkpoint-N`; Weights & Biases exports each chart alone.
     """
-    if file.match("events.out.tfevents.*"):
+    is_part = file.suffix == ".csv" and is_chart(file)
+    if is_part or file.name == "meta.yaml" or file.match("events.out.tfevents.*"):
         return file.parent
     if file.match("*-tag-*.csv"):
         return file.with_name(file.name.partition("-tag-")[0])
@@ -268,6 +271,8 @@ FORMATS = (
     Format("trainer_state.json", read_trainer_state),
     Format("events.out.tfevents.*", read_events),
     Format("*.wandb", read_wandb),
+    Format("backup.swanlab", read_wandb),
+    Format("meta.yaml", read_mlflow, is_metrics=lambda file: (file.parent / "metrics").is_dir()),
     Format("*.db", trackio_run.read_project, trackio_run.runs_of_project, is_project),
     Format("*.jsonl", read_jsonl, is_metrics=partial(has_steps, read_jsonl)),
     Format("*-tag-*.csv", read_charts),

@@ -93,6 +93,11 @@ def read_json(file: Path, run: str = "") -> Iterable[Row]:
 
 def read_csv(file: Path, run: str = "") -> Iterable[Row]:
     """Read an export of Weights & Biases: of its columns `run - metric`, those of one run."""
+    for part in charts_beside(file):
+        yield from rows_of_csv(part, run)
+
+
+def rows_of_csv(file: Path, run: str) -> Iterator[Row]:
     # cells beyond the last column are collected under ""
     table = csv.DictReader(io.StringIO(read_text(file), newline=""), restkey="")
     try:
@@ -110,6 +115,35 @@ def read_csv(file: Path, run: str = "") -> Iterable[Row]:
             }
     except csv.Error as error:
         raise UnreadableRun(f"{file}, after line {table.line_num}: not a row of a table: {error}") from error
+
+
+def exported(file: Path) -> list[tuple[str, str]]:
+    """Return run and metric of each column of an export of Weights & Biases; empty for another table."""
+    try:
+        header = next(csv.reader(lines_received(file)), [])
+    except csv.Error:
+        header = []
+    named = (name.partition(" - ") for name in header)
+    return [(run, metric) for run, dash, metric in named if dash and not metric.endswith(BOUNDS_OF_EXPORTS)]
+
+
+def is_chart(file: Path) -> bool:
+    """Return whether a table is the export of a single chart: of one metric."""
+    return len({metric for _, metric in exported(file)}) == 1
+
+
+def charts_beside(file: Path) -> list[Path]:
+    """Return the single charts in the folder of one of them, and any other file alone."""
+    return [one for one in sorted(file.parent.glob("*.csv")) if is_chart(one)] if is_chart(file) else [file]
+
+
+def read_mlflow(file: Path, run: str = "") -> Iterable[Row]:
+    """Read the folder `metrics` beside a `meta.yaml`: a file a metric, a line a value: time, value, step."""
+    folder = file.parent / "metrics"
+    for one in sorted(path for path in folder.rglob("*") if path.is_file()):
+        cells = (line.split() for line in lines_received(one))
+        name = one.relative_to(folder).as_posix()
+        yield from ({"step": found[2], name: found[1]} for found in cells if len(found) > 2)
 
 
 def read_charts(file: Path, run: str = "") -> Iterable[Row]:
@@ -137,8 +171,4 @@ def fault_of_csv(file: Path) -> str:
 
 def runs_of_csv(file: Path) -> tuple[str, ...]:
     """Return the runs whose metrics an export of Weights & Biases has side by side."""
-    try:
-        header = next(csv.reader(io.StringIO(read_text(file), newline="")), [])
-    except csv.Error:
-        header = []
-    return tuple(dict.fromkeys(name.partition(" - ")[0] for name in header if " - " in name)) or ("",)
+    return tuple(dict.fromkeys(run for part in charts_beside(file) for run, _ in exported(part))) or ("",)

@@ -2,7 +2,8 @@
 
 The file is a log of LevelDB: blocks of 32 KiB with records in fragments, each with a checksum, a
 length and a type. A record is a protobuf message, of which only the history is decoded here: the
-package itself has no reader, and needs none of it to be installed.
+package itself has no reader, and needs none of it to be installed. SwanLab's `backup.swanlab` is
+the same with records of JSON.
 """
 
 import json
@@ -17,7 +18,6 @@ import msgspec
 from areal_core.safety.received import read_received
 from areal_debug.doctor.sources.plain_files import Row, UnreadableRun
 
-MAGIC = b":W&B"
 FILE_HEADER_BYTES, BLOCK_BYTES = 7, 1 << 15
 FRAGMENT = struct.Struct("<IHB")  # checksum of type and data, length, type
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
@@ -30,15 +30,17 @@ KEY, NESTED_KEY, VALUE_JSON = 1, 2, 16  # of HistoryItem
 
 
 def read_wandb(file: Path, run: str = "") -> Iterable[Row]:
-    """Yield what was logged, one row a call of `wandb.log`. Raises UnreadableRun for damage."""
+    """Yield what was logged, one row a call of `wandb.log` or a number. Raises UnreadableRun for damage."""
     data = read_received(file, MAX_FILE_BYTES)
-    if not data.startswith(MAGIC):
-        raise UnreadableRun(f"{file} is no run of Weights & Biases: it does not begin with {MAGIC.decode()}")
+    rows_of = {b":W&B": history_of, b":SWL": scalar_of}.get(data[:4])
+    if rows_of is None:
+        raise UnreadableRun(
+            f"{file} is no run of Weights & Biases or SwanLab: it begins neither with :W&B nor :SWL"
+        )
     try:
         for record in records_of(data):
-            for history in (value for number, value in fields_of(record) if number == HISTORY):
-                yield row_of(history)
-    except (ValueError, TypeError, RecursionError) as error:
+            yield from rows_of(record)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UnreadableRun(f"{file} is damaged: {error}") from error
 
 
@@ -103,6 +105,17 @@ def varint(message: bytes, place: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, place
     raise ValueError("a number does not end")
+
+
+def history_of(record: bytes) -> Iterator[Row]:
+    yield from (row_of(value) for number, value in fields_of(record) if number == HISTORY)
+
+
+def scalar_of(record: bytes) -> Iterator[Row]:
+    found = parsed(record)
+    if found["model_type"] == "Scalar":
+        data = found["data"]
+        yield {"step": data["step"], data["key"]: data["metric"]["data"]}
 
 
 def row_of(history: bytes) -> dict[str, Any]:
