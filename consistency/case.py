@@ -34,6 +34,7 @@ NEGLIGIBLE = 1e-4
 # noise gains about 1.
 LIKELIER_NATS = 20.0
 # A group of tokens is bad when its mean |D| is this many times that of the good ones.
+LARGEST_SURPRISE = 3.0  # Z of tokens that the trainer's distribution drew
 BAD_RATIO = 3.0
 
 

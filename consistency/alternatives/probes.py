@@ -234,13 +234,10 @@ def changed_within_rows(inputs: ProbeInputs, other: Scorer, before: Prediction) 
     name = f"{before.name} up to a token of each row, and the model after it,"
     found = best_by_row(rows, now, tried, "R30.cut", name)
     whole = of_some_rows(engine, now, rows.row_of_token[rows.scored], [before])
-    if (
-        found
-        and whole is not None
-        and residual_size(engine, whole.logprobs) < LEAST_CUT * residual_size(engine, found[0].logprobs)
-    ):
-        return []  # a cut of each row fits noise; whole rows of another checkpoint are the simpler cause
-    return found
+    if not found or whole is None:
+        return found
+    fits_noise = residual_size(engine, whole.logprobs) < LEAST_CUT * residual_size(engine, found[0].logprobs)
+    return [] if fits_noise else found  # whole rows of another checkpoint are the simpler cause
 
 
 LEAST_CUT = 1.5  # residual of whole rows over that of rows with cuts

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from consistency.case import BAD_RATIO, Case
+from consistency.case import BAD_RATIO, LARGEST_SURPRISE, Case
 from consistency.causes import Finding, finding
-from consistency.checks.shape import run_lengths
+from consistency.checks.shape import MIN_RUN, run_lengths
 from consistency.measure import correlation, means_by, tail
 from consistency.rescoring import NOISE_FACTOR
 from consistency.tokens import Floats
@@ -20,13 +20,12 @@ UNIFORM = 1e-3  # nats from the logprob of a uniform distribution, as of an outp
 MOVES_SHARED = 0.4  # correlation of D with what another dtype changes
 FEWEST_PREFILLED = 8  # first tokens of turns
 MOST_ROWS = 0.8  # of the rows must have wrong tokens after the first
+EXACT_PREFILL = 20.0  # times the |D| of first tokens that the others have, where a prefill is exact
 NO_ROUTER = 0.55  # confidence in a tail of a model without experts: what made it stays open
 THIN = 0.6  # confidence in noise of published size that this model's own rounding does not reach
 NEAR, NEAR_SHARE = 0.75, 0.5  # confidence in noise of more than this share of what rounding explains
 FEW_TOKENS = 200  # below which a healthy difference is less sure
 LARGEST_BIAS = 4.0  # t of the mean of D, clustered by sequence; rounding has no direction
-LARGEST_SURPRISE = 3.0  # Z of tokens that the trainer's distribution drew
-MIN_RUN = 3  # tokens; a shorter run can be chance
 
 
 def trainer_differs(case: Case) -> Finding | None:
@@ -68,17 +67,21 @@ def of_decoding(case: Case) -> str:
 
 
 def only_decoded_tokens_differ(case: Case) -> Finding | None:
-    """R40, R43, R48: the first token of each turn, which a prefill gives, agrees; no other does."""
-    if not case.unexplained:
-        return None
+    """R40, R43, R48: the first token of each turn, which a prefill gives, agrees; no other does.
+
+    First tokens that agree far better than the others show that the assumed noise is not there.
+    """
     size, first = np.minimum(np.abs(case.table.difference), 5.0), case.table.turn_position == 0
     second = case.table.turn_position == 1
     if min(first.sum(), second.sum()) < FEWEST_PREFILLED:
         return None
     prefilled, next_ones, decoded = size[first].mean(), size[second].mean(), size[~first].mean()
-    bad_rows = means_by(case.table.sequence[~first], size[~first])[1] > BAD_RATIO * case.level / 2
-    is_clean = prefilled <= case.level / 2 and np.quantile(size[first], 0.9) <= case.level
-    if not is_clean or next_ones < decoded / 3 or bad_rows.mean() < MOST_ROWS:
+    is_exact = case.level / 2 < decoded and prefilled < decoded / EXACT_PREFILL and case.explanation is None
+    level = min(case.level, decoded / BAD_RATIO**2) if is_exact else case.level
+    bad_rows = means_by(case.table.sequence[~first], size[~first])[1] > BAD_RATIO * level / 2
+    is_clean = prefilled <= level / 2 and np.quantile(size[first], 0.9) <= level
+    is_bad = next_ones >= decoded / 3 and bad_rows.mean() >= MOST_ROWS
+    if not ((case.unexplained or is_exact) and is_clean and is_bad):
         return None
     return finding(
         f"{of_decoding(case)}.first",

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from consistency.case import BAD_RATIO, NEGLIGIBLE, Case, Explanation
+from consistency.case import BAD_RATIO, LARGEST_SURPRISE, NEGLIGIBLE, Case, Explanation
 from consistency.causes import CAUSES, Finding, finding
-from consistency.checks.numerics import CHECKS_OF_NUMBERS, LARGEST_SURPRISE, MIN_RUN, moves_of_dtype
-from consistency.checks.shape import breaks, explained_by_key, onset, run_lengths, trend
+from consistency.checks.numerics import CHECKS_OF_NUMBERS, moves_of_dtype, only_decoded_tokens_differ
+from consistency.checks.shape import MIN_RUN, breaks, explained_by_key, onset, run_lengths, trend
 from consistency.measure import correlation, means_by
 from consistency.tensors import EVERY, TOWER, VOCABULARY_WORDS
 from consistency.tokens import Bools, Floats, Ints
@@ -337,8 +337,8 @@ def one_tensor_differs(case: Case) -> Finding | None:
         return None
     if case.setting.has_experts and case.setting.noise.name != "float32" and case.mean_abs <= case.level:
         return None  # ordinary rounding: of few experts, which then stand out
-    if one_worker_differs(case) is not None or policy_moved(case) is not None:
-        return None  # all rows of an engine, and of a version, have the same weights
+    if any(check(case) for check in (one_worker_differs, policy_moved, only_decoded_tokens_differ)):
+        return None  # all rows of an engine, and of a version, and all tokens have the same weights
     weighed = f"a change of {found.name} explains which tokens differ, and leaves {found.noise:.0%} of the difference as noise"
     if found.is_open:
         return finding(

@@ -10,6 +10,7 @@ from consistency.tokens import Bools, Floats, Ints, TokenTable
 NUM_BINS = 30
 TOKENS_PER_BIN = 30
 MIN_SEGMENT = 5
+MIN_RUN = 3  # tokens; a shorter run can be chance
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from consistency.score import Scorer, load_scorer
+
 from .records import save_model, write_record
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     return save_model(tmp_path_factory.mktemp("peaked") / "model", seed=0)
+
+
+@pytest.fixture(scope="session")
+def scorer(model) -> Scorer:
+    return load_scorer(str(model))
 
 
 @pytest.fixture(scope="session")

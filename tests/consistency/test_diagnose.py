@@ -11,7 +11,7 @@ import torch
 from consistency import transforms
 from consistency.alternatives.probes import cut_prompts, partial_alternatives
 from consistency.alternatives.variants import variants_of
-from consistency.checks import recognise
+from consistency.checks import numerics, recognise
 from consistency.diagnose import Diagnosis, diagnose, with_derived
 from consistency.score import score, scorer_of
 from consistency.tensors import evidence
@@ -198,3 +198,14 @@ def test_where_nothing_is_alike_other_weights_or_tokens_are_surer_than_a_bias(sh
     )
     found = [finding for finding in (recognise.token_bias(case), recognise.other_checkpoint(case)) if finding]
     assert max(found, key=lambda finding: finding.confidence).id == first
+
+
+def test_first_tokens_that_are_exact_show_that_only_decoding_differs():
+    places, rows = np.tile(np.arange(12), 20), np.repeat(np.arange(20), 12)
+    noise = np.random.default_rng(0).normal(0, 0.08, len(rows))
+    for size, expected in ((noise * (places > 0), "R43"), (noise, "")):
+        table = SimpleNamespace(difference=size, turn_position=places, sequence=rows)
+        setting = SimpleNamespace(kv_cache_dtype="int8", has_linear_attention=False)
+        case = SimpleNamespace(unexplained=False, explanation=None, level=0.07, table=table, setting=setting)
+        found = numerics.only_decoded_tokens_differ(case)
+        assert (found.id if found else "") == expected

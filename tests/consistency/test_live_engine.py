@@ -7,18 +7,12 @@ import pytest
 
 from areal_core.testing import make_tiny_tokenizer
 from consistency import transforms
-from consistency.score import load_scorer
 
 from .fault_server import serving
 from .faulty_engine import FaultyEngine
 from .records import judged
 
 SHORT = ("--max-new-tokens", 24)
-
-
-@pytest.fixture(scope="module")
-def scorer(model):
-    return load_scorer(str(model))
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,6 @@ def rows(sampled):
     return sampled.chunks["step-000000"]
 
 
-@pytest.fixture(scope="module")
-def scorer(model):
-    return load_scorer(str(model))
-
-
 def test_what_the_trainer_computed_instead_is_named(rows, scorer):
     setting = Setting(temperature=0.7, noise=NOISE["float32"])
     right, at_one = (score(scorer, rows, temperature=value).logprob for value in (0.7, 1.0))
