@@ -86,6 +86,7 @@ def test_few_checks_are_no_health(tmp_path):
         ({"kl": np.zeros(STEPS), "grad_norm": np.full(STEPS, np.nan)}, ["D17"]),
         ({"kl": np.exp(scattered(14, 2))}, ["D29"]),  # of millions from the first step on
         ({"num_turns/mean": 2 + np.exp(-9 * X), "reward": scattered(0.4)}, ["D55", "D16", "D01"]),
+        ({"advantages/max": 0 * X, "advantages/min": 0 * X, "reward_std": scattered(0.4)}, ["D33"]),
         ({"num_turns/mean": 6 - X, "reward": scattered(0.4)}, ["D16", "D01"]),
         ({"training/rollout_probs_diff_mean": 0 * X + 2e-6, "rollout_corr/k3_kl": 0.05 + 0 * X}, ["D24"]),
         ({"value_loss": scattered(0.05 + 0.2 * X, 0.005), "reward": scattered(0.05 + 0.4 * X)}, []),

@@ -140,8 +140,9 @@ def spread_of(run: Run) -> Series:
 
     Advantages are scaled to a spread of about 1: extremes that are printed as 0.000 are 0.
     """
+    extremes = distance(run, "advantage_min", "advantage_max")
     logged = (run.finite(name) for name in ("advantage_std", "reward_std"))
-    return next((one for one in logged if not one.is_short), distance(run, "advantage_min", "advantage_max"))
+    return extremes if extremes.is_zero else next((one for one in logged if not one.is_short), extremes)
 
 
 def steps_without_gradient(run: Run) -> Alarm | None:
