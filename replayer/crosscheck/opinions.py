@@ -32,8 +32,10 @@ from replayer.crosscheck.twin import (
     loss_of,
     mask_of,
     micro_batch_of,
+    paid_rewards,
     row_rewards,
     sum_error,
+    value_loss_of,
 )
 from replayer.errors import WrongModel
 
@@ -81,10 +83,14 @@ class Observation:
 def observations_of(rows: StepRows, configured: Options) -> list[Observation]:
     """List what was recorded of the stages before the loss, in the order of computation."""
     found = [
-        statistic(rows, "rewards", name, how, lambda _: exactly(rows.rewards))
+        statistic(rows, "rewards", name, how, partial(logged_rewards, rows, name))
         for name, how in REWARD_STATISTICS.items()
         if name in rows.stats
     ]
+    if (paid := paid_rewards(rows, configured)) is not None:
+        seen = np.where(np.isnan(paid), np.nan, rows.rewards)
+        name, kinds = "rewards of overlong rows", {True: exactly(seen), False: exactly(paid)}
+        found.append(Observation("rewards", name, seen, lambda o: kinds[o.overlong_paid is None]))
     if f"{OURS}n_valid_tokens" in rows.stats:
         count = np.asarray(rows.stats[f"{OURS}n_valid_tokens"])
         found.append(Observation("mask", "n_valid_tokens", count, lambda o: exactly(mask_of(rows, o).sum())))
@@ -100,6 +106,12 @@ def observations_of(rows: StepRows, configured: Options) -> list[Observation]:
         if "total_rewards" in recorded:
             total = np.where(rows.mask, recorded["total_rewards"] - recorded["kl_rewards"], 0.0).sum(1)
             found.append(Observation("advantages", "normalised rewards", total, partial(terminal, rows)))
+    if {"values", "returns"} <= recorded.keys():
+        found += [
+            Observation("values", name, np.asarray(rows.stats[name]), partial(value_loss_of, rows))
+            for name in TABLES["value_losses"]
+            if name in rows.stats
+        ]
     if "advantages" in recorded:
         return [*found, Observation("advantages", "advantages", counted, partial(advantages_of, rows))]
     return found + [
@@ -115,6 +127,15 @@ def statistic(
     return Observation(
         stage, name, np.asarray(rows.stats[name]), lambda options: reduced(values(options), how)
     )
+
+
+def logged_rewards(rows: StepRows, name: str, options: Options) -> Bounded:
+    """Return the rewards of all rows, or the sum of the terms that were logged beside their mean."""
+    terms = [
+        value for name, value in rows.stats.items() if name.startswith("rewards/") and "/std" not in name
+    ]
+    is_sum = name == "reward" and terms and options.reward_terms != Options.reward_terms
+    return exactly([sum(terms)] if is_sum else rows.rewards)
 
 
 def terminal(rows: StepRows, options: Options) -> Bounded:
@@ -262,8 +283,10 @@ class Comparison:
     def run(self) -> Opinion:
         """Compare all stages."""
         observed = observations_of(self.rows, self.configured.options)
-        for stage in STAGES[:4]:  # before the loss
-            self.compare([one for one in observed if one.stage == stage], stage)
+        for stage in STAGES[:5]:  # before the loss
+            own = [one for one in observed if one.stage == stage]
+            if own or stage != "values":  # most runs have no critic
+                self.compare(own, stage)
         self.compare_loss()
         self.compare_gradient()
         name = TWIN
@@ -292,9 +315,17 @@ class Comparison:
         else:
             values = [one.recompute(self.base) for one in observed]
         misfits = [one.misfit(value) for one, value in zip(observed, values, strict=True)]
-        first = next((at for at, of in enumerate(misfits) if (of > 1).any()), None)
+        first, reason = next((at for at, of in enumerate(misfits) if (of > 1).any()), None), None
+        each, of_trajectories = KNOWN["baseline"].values
+        is_open = stage == "advantages" and self.framework is None and self.base.baseline == each
+        if first is not None and is_open:  # a configuration of single turns does not say it
+            other = replace(self.base, baseline=of_trajectories)
+            if all((one.misfit(one.recompute(other)) <= 1).all() for one in observed):
+                self.base, first = other, None
+                reason = f"the rewards of a group are taken from {of_trajectories}"
         if first is None:
-            self.found.append(StageOpinion(stage, "equal", what=", ".join(one.name for one in observed)))
+            names = ", ".join(one.name for one in observed)
+            self.found.append(StageOpinion(stage, "equal", names, reason))
             return
 
         def misfit(options: Options) -> float:
@@ -303,11 +334,10 @@ class Comparison:
                 return inf
             return max(float(of.misfit(value).max()) for of, value in zip(observed, again, strict=True))
 
-        one, found = observed[first], Explanation()
+        one = observed[first]
         shape = shape_of(self.rows, one.recorded, values[first].value, misfits[first] > 1)
-        if stage != "rewards":  # recorded rewards depend on no option
-            is_number = one.recorded.ndim == 0 and len(observed) == 1
-            found = self.explain(stages, misfit, pairs=not is_number and "values of" not in (shape or ""))
+        is_number = (one.recorded.ndim == 0 and len(observed) == 1) or stage == "rewards"
+        found = self.explain(stages, misfit, pairs=not is_number and "values of" not in (shape or ""))
         self.differs(stage, one.name, found, shape, **where(self.rows, one, values[first]))
 
     def explain(self, stages: Sequence[str], misfit: Callable[[Options], float], **how: Any) -> Explanation:
@@ -316,21 +346,18 @@ class Comparison:
 
     def why_not(self, stage: str, observed: list[Observation]) -> str | None:
         rows, options = self.rows, self.base
-        if self.framework is not None and stage in ("rewards", "mask", "kl"):
+        if self.framework is not None and stage not in ("advantages", "loss", "gradient"):
             return "the twin checks it: it has no code of its own for the record's values"
         if reason := self.configured.unchecked.get(stage):
             return reason
         if not observed or (self.framework is not None and "advantages" not in rows.tensors):
-            return {
-                "rewards": "the record has no statistics of its rewards",
-                "kl": "the record has no KL in the reward",
-            }.get(stage, f"the record has no {stage if stage == 'advantages' else 'values of the ' + stage}")
+            return str(TABLES["lacks"][stage])
         if stage != "rewards" and (missing := self.missing()):
             return missing
         if stage in ("rewards", "advantages") and (unknown := int((~np.isfinite(rows.rewards)).sum())):
             is_not = "unknown" if "rewards" in rows.unknown else "not finite"
             return f"{unknown} of {len(rows.rewards)} rewards are {is_not}"
-        if stage in ("rewards", "mask"):
+        if stage in ("rewards", "mask", "values"):
             return None
         if stage == "advantages":
             if self.configured.has_critic and "values" not in rows.tensors:
@@ -354,7 +381,7 @@ class Comparison:
     def open_stages(self, stage: str) -> list[str]:
         """Return the stages whose options may explain a difference: its own, and unchecked ones."""
         checked = {opinion.stage for opinion in self.found if opinion.verdict != "not checked"}
-        before = STAGES[: STAGES.index(stage)]
+        before = [one for one in STAGES[: STAGES.index(stage)] if one != "values"]  # of the critic alone
         # raw rewards are checked, shaped ones are not recorded
         return [one for one in before if one == "rewards" or one not in checked] + [stage]
 

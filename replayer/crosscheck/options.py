@@ -1,9 +1,8 @@
 """What a trainer's options mean for the numbers of a step, in one vocabulary for all trainers.
 
 `Options` holds the values that decide rewards, advantages, loss and gradient. Configurations of our
-trainer, TRL, verl, slime and miles are read into it (`their_configs.py`), and `options.toml` lists the
-values that a search tries. A value that a configuration leaves to its trainer is
-that trainer's default.
+trainer and eight others are read into it (`their_configs.py`), and `options.toml` lists the values
+that a search tries. A value that a configuration leaves to its trainer is that trainer's default.
 """
 
 import time
@@ -18,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 COUNTED = "the tokens that count"
-STAGES = ("rewards", "mask", "kl", "advantages", "loss", "gradient")
+STAGES = ("rewards", "mask", "kl", "advantages", "values", "loss", "gradient")
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,15 @@ class Options:
     reward_clip: float = inf
     overlong: tuple[int, int, float] | None = None
     truncated: str = "kept"
+    overlong_paid: tuple[int, int, float] | None = None
+    reward_terms: str = "with their weights"
     mask: str = "loss mask"
     kl_reward_coef: float = 0.0
     kl_reward_mask: str = COUNTED
     kl_reward_estimator: str = "k1"
     kl_place: str = "advantages"
     grouping: str = "prompt"
+    baseline: str = "each row"
     mean: str | None = "group"
     leave_one_out: bool = False
     group_size: str = "of each group"
@@ -60,6 +62,7 @@ class Options:
     discount: float = 1.0
     gae_lambda: float = 1.0
     gae_tokens: str = COUNTED
+    values_at: str = "their own tokens"
     reward_place: str = "the last token"
     bootstrap: str = "no rows"
     teacher_coef: float = 0.0
@@ -73,6 +76,9 @@ class Options:
     token_mean_of: str = "the tokens that count"
     context_parallel: int = 1
     micro_batches: int = 1
+    value_mask: str = COUNTED
+    value_aggregation: str = "token-mean"
+    value_scale: float = 1.0
     old_logprobs: str = "rollout"
     correction: str | None = None
     correction_cap: float | None = None
@@ -111,6 +117,7 @@ class Known:
     values: tuple[Any, ...]
 
 
+OF_TRAJECTORIES = "one row of each trajectory"
 EXCHANGED = " of the exchanged arguments"
 CISPO = "the clipped ratio, as a weight of the log-prob"
 OF_RANKS = ("each context-parallel rank, in zigzag", "each context-parallel rank, in blocks")
@@ -203,7 +210,7 @@ class Explanation:
     others: tuple[tuple[Change, ...], ...] = ()
 
 
-FACTORS = ("loss_scale", "gradient_scale")
+FACTORS = ("loss_scale", "gradient_scale", "value_scale")
 WEIGHTED = ("kl_reward_coef", "kl_coef", "entropy_coef", "balance_coef", "teacher_coef", "beta")
 
 

@@ -25,14 +25,14 @@ Bools = npt.NDArray[np.bool_]
 
 LEARNING = (
     *("advantages", "total_rewards", "kl_rewards", "prox_logp", "ref_logp", "values", "current_logp"),
-    *("teacher_logp", "entropy"),
+    *("teacher_logp", "entropy", "returns"),
 )
 LENGTH = "prompt_length"
 NEEDED = ("prompt_id", "loss_mask", "finish_reason", "rewards")
 # Names of the loss and of the gradient norm of a step's only update in the statistics of trainers.
-LOSS_NAMES = ("loss", "actor/pg_loss", "train/loss", "train/pg_loss")
-OF_POLICY = ("actor/pg_loss", "train/pg_loss")  # without the KL and the entropy
-NORM_NAMES = ("grad_norm", "actor/grad_norm", "train/grad_norm")
+LOSS_NAMES = ("loss", "actor/pg_loss", "train/loss", "train/pg_loss", "policy/policy_loss", "policy_loss")
+OF_POLICY = ("actor/pg_loss", "train/pg_loss", "policy/policy_loss", "policy_loss")  # without KL and entropy
+NORM_NAMES = ("grad_norm", "actor/grad_norm", "train/grad_norm", "policy/raw_grad_norm", "actor_grad_norm")
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,20 @@ class StepRows:
     def groups(self) -> npt.NDArray[np.int64]:
         """Number of each row's prompt, [N], from 0."""
         return np.unique(self.place[:, 2], return_inverse=True)[1].astype(np.int64)
+
+    @cached_property
+    def trajectories(self) -> npt.NDArray[np.int64]:
+        """The last row of each row's trajectory, [N]: the prompt of a later turn begins with the turns before it."""
+        last, own = np.arange(len(self.lengths)), self.lengths
+        for row in np.argsort(-own, kind="stable").tolist():
+            prompt = self.input_ids[row, : max(self.prompts[row], 0)]
+            is_free = (
+                (self.groups == self.groups[row]) & (own <= len(prompt)) & (last == np.arange(len(last)))
+            )
+            for other in np.flatnonzero(is_free).tolist():
+                if np.array_equal(self.input_ids[other, : own[other]], prompt[: own[other]]):
+                    last[other] = last[row]
+        return last
 
     @cached_property
     def fills(self) -> Bools:

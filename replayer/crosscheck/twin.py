@@ -18,13 +18,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from replayer.crosscheck.options import CISPO, COUNTED, EXCHANGED, OF_RANKS, Options
+from replayer.crosscheck.options import CISPO, COUNTED, EXCHANGED, OF_RANKS, OF_TRAJECTORIES, Options
 from replayer.crosscheck.step_rows import Bools, Floats, StepRows, Update
 
 UNIT = 2.0**-24  # relative rounding error of float32
 SMALLEST = 2.0**-149
 V = TypeVar("V", Floats, Tensor)
 TRUNCATED = 1  # finish reason
+MOST_REWARDS = 4  # kinds of rewards, so that one with a penalty is none of them by chance
 NORMALISATION = ("mean", "std", "leave_one_out", "unbiased", "eps", "inside_root")  # also of tokens
 
 
@@ -211,7 +212,11 @@ def row_rewards(rows: StepRows, options: Options) -> Bounded:
     """Return the shaped rewards, normalised over rows, [N]."""
     groups, fills = groups_of(rows, options), rows.fills.astype(np.int64)
     sets: dict[str | None, Any] = {"group": groups + fills * (groups.max() + 1), "batch": fills}
-    return normalized(rewards_of(rows, options), sets, options)
+    if options.baseline != OF_TRAJECTORIES:
+        return normalized(rewards_of(rows, options), sets, options)
+    ends, place = np.unique(rows.trajectories, return_inverse=True)
+    sets = {level: of[ends] for level, of in sets.items()}
+    return normalized(rewards_of(rows, options).at(ends), sets, options).at(place.reshape(-1))
 
 
 def advantages_of(rows: StepRows, options: Options) -> Bounded:
@@ -227,6 +232,8 @@ def advantages_of(rows: StepRows, options: Options) -> Bounded:
         reward = Bounded(reward.value, reward.error + more.max(initial=0.0) * grown)
         penalty = exactly(np.zeros(kl.value.shape))
     values = rows.tensors.get("values")
+    if values is not None and options.values_at != Options.values_at:
+        values = np.roll(values, 1 if options.values_at.endswith("before") else -1, axis=1)
     if values is None and options.discount == options.gae_lambda == 1.0 and not penalty.value.any():
         found = reward.at((slice(None), None))
     else:
@@ -296,11 +303,13 @@ def gae(
     at_last = mask & (np.arange(mask.shape[1]) == last[:, None]) & ~late[:, None]
     rewards = penalty.value + np.where(at_last, reward.value[:, None], 0.0)
     errors = penalty.error + np.where(at_last, reward.error[:, None], 0.0)
+    beyond = np.zeros(len(mask)) if values is None else np.nan_to_num(values[np.arange(len(last)), last + 1])
     values = np.zeros(mask.shape) if values is None else np.where(mask, values, 0.0)
     value, error = np.zeros(mask.shape), np.zeros(mask.shape)
     following, wrong = (np.where(late, of, 0.0) for of in (reward.value, reward.error))
     goes_on = (truncated | options.bootstrap.startswith("all")) & (options.bootstrap != Options.bootstrap)
-    ahead = np.where(goes_on, values[np.arange(len(last)), last], 0.0)
+    is_beyond = options.bootstrap.endswith("after the last token")
+    ahead = np.where(goes_on, beyond if is_beyond else values[np.arange(len(last)), last], 0.0)
     for t in range(mask.shape[1] - 1, -1, -1):
         here = mask[:, t]
         delta = rewards[:, t] + options.discount * ahead - values[:, t]
@@ -500,8 +509,9 @@ def correction(given: LossInputs, options: Options) -> Tensor:
         return torch.ones_like(given.advantages)
     before = given.current if options.correction_of == "current" else given.proximal
     log_weight = torch.where(given.mask, before - given.rollout, 0.0)
-    if options.correction.endswith("sequences"):
-        log_weight = log_weight.sum(1, keepdim=True).expand_as(log_weight)
+    if "sequences" in options.correction:
+        sizes = given.mask.sum(1, keepdim=True).clamp(min=1) if "mean" in options.correction else 1
+        log_weight = (log_weight.sum(1, keepdim=True) / sizes).expand_as(log_weight)
     weight, cap = log_weight.exp(), options.correction_cap
     if cap is None:
         return weight
@@ -537,6 +547,32 @@ def scales(given: LossInputs, options: Options) -> Tensor:
     if how == "seq-mean-token-sum":
         return ones / num_rows
     return ones / num_rows / options.max_length
+
+
+def value_loss_of(rows: StepRows, options: Options) -> Bounded:
+    """Return half the mean squared error of the critic, [], of all rows; at the first step no value is clipped."""
+    apart = np.nan_to_num(rows.tensors["values"] - rows.tensors["returns"])
+    nothing = np.zeros(apart.shape)
+    options = replace(options, policy_mask=options.value_mask, aggregation=options.value_aggregation)
+    given = loss_inputs(rows, options, Update(np.arange(len(apart)), None, None), exactly(nothing), nothing)
+    terms = (scales(given, options) * given.policy_mask).numpy() * apart**2 / 2 * options.value_scale
+    error = terms.sum() * (PER_TOKEN + 2 * float(sum_error(apart.size))) * np.ones(())
+    return Bounded(terms.sum() * np.ones(()), error)
+
+
+def paid_rewards(rows: StepRows, options: Options) -> Floats | None:
+    """Return the rewards of overlong rows with a penalty in them, [N], nan of others; None if they do not show one.
+
+    The rewards that other rows have must be few, and those of overlong rows among them.
+    """
+    if options.overlong_paid is None:
+        return None
+    longest, zone, factor = options.overlong_paid
+    penalty = np.clip(rows.lengths - rows.prompts - (longest - zone), 0, None) / zone * factor
+    kinds, over = np.unique(rows.rewards[penalty == 0]), penalty > 0
+    is_known = (rows.prompts > 0).all() and 0 < len(kinds) <= MOST_REWARDS
+    is_shown = is_known and len(np.unique(penalty[over])) > 1 and np.isin(rows.rewards[over], kinds).all()
+    return np.where(over, rows.rewards - penalty, np.nan) if is_shown else None
 
 
 def divisor_of(given: LossInputs, options: Options) -> int | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from areal_core.config.presets import shown as spelled
 from recorder import Record
 from recorder.difference import Difference
 from recorder.environment import VARIABLES
@@ -155,7 +156,7 @@ def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Findi
     stage, has_plans = case.first.stage, case.left.header.recording.has_plans
     acting.sort(key=lambda item: -STAGES.index(acts_from(item.where)))
     nearest = acting[0]
-    overrides = tuple(f"{item.where}={shown_value(item.right)}" for item in acting)
+    overrides = tuple(f"{item.where}={spelled(item.right)}" for item in acting)
     what = f"{nearest.where} is {shown(nearest.left)} in A and {shown(nearest.right)} in B"
     if len(acting) > 1:
         what = f"{listed([item.where for item in acting])} were set differently ({what})"
@@ -167,7 +168,7 @@ def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Findi
         Cause("config", what),
         "low",
         (evidence if case.left.header.trainer is None else nearest.why,),
-        f"B, run again with {nearest.where}={shown_value(nearest.left)}, still differs from A there",
+        f"B, run again with {nearest.where}={spelled(nearest.left)}, still differs from A there",
         diff_command(case)
         if stage == "batch" or not has_plans
         else replay_command(case.left, case.step, overrides[0]),
@@ -370,10 +371,6 @@ def order_finding(case: Case, command: str) -> Finding:
 def shown(value: Any) -> str:
     """Format a value of a setting; None is "not set"."""
     return "not set" if value is None else str(value)
-
-
-def shown_value(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def unknown_finding(case: Case, *evidence: str) -> Finding:

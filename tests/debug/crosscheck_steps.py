@@ -5,6 +5,7 @@ number or a formula of these loops, and the configuration that is recorded besid
 """
 
 import random
+import tomllib
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -16,24 +17,8 @@ import torch
 from areal_debug import Recorder
 
 F = torch.float32
-TRL = {
-    "num_generations": 4, "num_iterations": 1, "gradient_accumulation_steps": 3, "steps_per_generation": 2,
-    "loss_type": "dapo", "scale_rewards": "group", "epsilon": 0.2, "beta": 0.04, "bf16": False, "fp16": False,
-    "use_bias_correction_kl": False, "max_completion_length": 32, "max_grad_norm": 1.0,
-}  # fmt: skip
-VERL = {
-    "actor_rollout_ref": {
-        "actor": {
-            "clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0,
-            "loss_agg_mode": "token-mean", "use_kl_loss": False, "policy_loss": {"loss_mode": "vanilla"},
-        }
-    },
-    "algorithm": {
-        "adv_estimator": "grpo", "norm_adv_by_std_in_grpo": True, "use_kl_in_reward": True,
-        "kl_penalty": "kl", "kl_ctrl": {"type": "fixed", "kl_coef": 0.05},
-    },
-    "data": {"max_response_length": 32},
-}  # fmt: skip
+CONFIGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+TRL, VERL = CONFIGS["trl"], CONFIGS["verl"]
 
 
 @dataclass

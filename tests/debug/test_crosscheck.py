@@ -144,16 +144,7 @@ def test_a_gradient_norm_is_recomputed_from_the_model(model, tmp_path, reported,
     assert [change.option for change in stages["gradient"].changes] == option
 
 
-SLIME = {
-    "advantage_estimator": "grpo", "n_samples_per_prompt": 4, "rollout_batch_size": 6, "global_batch_size": 24,
-    "micro_batch_size": 6, "context_parallel_size": 2, "use_kl_loss": True, "kl_loss_coef": 0.04, "kl_loss_type": "k3",
-    "eps_clip": 0.2, "use_opd": True, "opd_kl_coef": 0.5,
-}  # fmt: skip
-NEMO = {
-    "grpo": {"num_prompts_per_step": 6, "num_generations_per_prompt": 4, "use_leave_one_out_baseline": False},
-    "loss_fn": {"reference_policy_kl_penalty": 0.04, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2},
-    "policy": {"train_global_batch_size": 24, "train_micro_batch_size": 6},
-}  # fmt: skip
+SLIME, NEMO = steps.CONFIGS["slime"], steps.CONFIGS["nemo"]
 
 
 def write_silent(
@@ -294,7 +285,7 @@ def returns_of(row, of):
          "each context-parallel rank, in zigzag"),
         ("slime", {"teacher": 0.0}, "advantages", "teacher_coef", "the teacher's term, for distillation is 0"),
         ("slime", {"teacher": -0.5}, "advantages", "teacher_coef", "is -0.5, slime's arguments say 0.5"),
-        ("slime", {"scale": 0.25}, "loss", "loss_scale", "divided by 4 (n_samples_per_prompt)"),
+        ("slime", {"scale": 0.25}, "loss", "loss_scale", "divided by 4 (n_samples_per_prompt or the number of micro-batches)"),
         ("slime", {"scale": 24 / 38}, "loss", "divisor", "divides the loss is 38, slime's arguments say 24"),
         ("nemo-rl", {"change": filled}, None, None, ""),
         ("nemo-rl", {"change": exchanged("old_logprobs")}, "loss", None, "those of other rows"),
@@ -353,6 +344,7 @@ def gae(rewards, values, mask, steps, how, ended=True):
     found, at = [0.0] * len(values), [t for t, is_step in enumerate(steps) if is_step]
     late, goes_on = how == "late" and ended, how == "all" or (how == "bootstrap" and not ended)
     following, ahead = rewards if late else 0.0, values[at[-1]] if goes_on else 0.0
+    ahead = values[at[-1] + 1] if how == "beyond" else ahead
     for t in reversed(at):
         reward = rewards if t == at[-1] and not late else 0.0
         following = reward + ahead - values[t] + 0.9 * following
@@ -368,18 +360,25 @@ def gae(rewards, values, mask, steps, how, ended=True):
         ("late", "reward_place"),
         ("bootstrap", "bootstrap"),
         ("all", "bootstrap"),
+        ("beyond", "bootstrap"),
+        ("after", "values_at"),
+        ("summed", "value_scale"),
     ],
 )
 def test_advantages_by_gae_are_explained(tmp_path, how, option):
     rng, samples = np.random.default_rng(3), []
     for number in range(8):
-        mask, values = [1, 1, 0, 0, 1, 1], rng.normal(size=6).round(3).tolist()
+        mask, values = [1, 1, 0, 0, 1, int(how != "beyond")], rng.normal(size=6).round(3).tolist()
         reason = "length" if number % 3 == 2 else "stop"
         steps = [1] * 6 if how == "tools" else mask
-        own = gae(number % 4 / 2, values, mask, steps, how, reason == "stop")
+        taken = [*values[1:], 0.0] if how == "after" else values
+        own = gae(number % 4 / 2, taken, mask, steps, how, reason == "stop")
         sample = {"prompt_tokens": [1, 2], "completion_tokens": [5, 6, 7, 8, 9, 4], "group": number // 4}
         sample |= {"reward": number % 4 / 2, "loss_mask": mask, "finish_reason": reason}
-        samples.append(sample | {"values": values, "advantages": own})
+        returns = [a + v for a, v in zip(own, values, strict=True)]
+        samples.append(sample | {"values": values, "returns": returns, "advantages": own})
+    apart = [a for s in samples for a, m in zip(s["advantages"], s["loss_mask"], strict=True) if m]
+    value_loss = sum(a * a for a in apart) / len(apart) / 2 * (3 if how == "summed" else 1)
     every = torch.tensor(
         [a for s in samples for a, m in zip(s["advantages"], s["loss_mask"], strict=True) if m]
     )
@@ -390,10 +389,83 @@ def test_advantages_by_gae_are_explained(tmp_path, how, option):
         ]
     config = {"actor_rollout_ref": {"actor": {}}, "algorithm": {"adv_estimator": "gae", "lam": 0.9}}
     with Recorder(tmp_path / "record", config=config, trainer="verl") as recorder:
-        recorder.step(0, samples)
-    stages = {stage.stage: stage for stage in check(tmp_path / "record").opinions[0].stages}
-    assert [change.option for change in stages["advantages"].changes] == ([option] if option else [])
-    assert stages["advantages"].verdict == ("differs" if option else "equal")
+        recorder.step(0, samples, stats={"critic/vf_loss": value_loss})
+    (opinion,) = check(tmp_path / "record").opinions
+    wrong = [one for one in opinion.stages if one.verdict == "differs"]
+    assert [change.option for one in wrong for change in one.changes] == ([option] if option else [])
+    assert {"advantages", "values"} <= {one.stage for one in opinion.stages}
+
+
+def write_rewarded(folder, trainer, config, rewards, advantages=None, stats=None, prompts=([1, 2],) * 6):
+    """Record six samples of two groups, of 2 to 7 tokens, by their rewards, and check the step."""
+    with Recorder(folder, config=config, trainer=trainer) as recorder:
+        samples = [
+            {"prompt_tokens": prompts[at], "completion_tokens": [10 + at, *[7] * (at + 1)], "reward": reward, "group": at // 3}
+            for at, reward in enumerate(rewards)
+        ]  # fmt: skip
+        for sample, advantage in zip(samples, advantages or [], strict=advantages is not None):
+            sample["advantages"] = advantage
+        recorder.step(0, samples, stats=stats)
+    return check(folder)
+
+
+REWARDS = [1.0, 2.0, 4.0, 0.0, 0.5, 3.0]
+
+
+def advantage_of(kind, own, at):
+    """Compute the advantage of one sample of a group."""
+    if kind == "others":
+        return own[at] - (own.sum() - own[at]) / (len(own) - 1)
+    return (own[at] - own.mean()) / (own.std(correction=1) if kind == "deviation" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer"), [(k, t) for k in ("mean", "deviation", "others") for t in steps.CONFIGS[k]]
+)
+def test_configurations_of_other_trainers_are_read(tmp_path, kind, trainer):
+    own = torch.tensor(REWARDS).reshape(2, 3)
+    right = [float(advantage_of(kind, own[at // 3], at % 3)) for at in range(6)]
+    eps = {"ms-swift": 1e-4, "openrlhf": 1e-9}.get(trainer, 1e-6)
+    right = [
+        a / (1 + eps / float(own[at // 3].std())) if kind == "deviation" else a for at, a in enumerate(right)
+    ]
+    config = steps.CONFIGS[kind][trainer]
+    for name, given in (("right", right), ("wrong", REWARDS)):
+        report = write_rewarded(tmp_path / name, trainer, config, REWARDS, given)
+        stage = next(one for one in report.opinions[0].stages if one.stage == "advantages")
+        assert (name, stage.verdict) == (name, "equal" if given is right else "differs")
+
+
+OVERLONG = {"enable": True, "len": 4, "penalty_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changed", "rewards", "stats", "option"),
+    [
+        ("verl", {"reward_model": {"overlong_buffer": OVERLONG}}, [1, 0, 1, 0, 0.5, -0.75], {}, None),
+        ("verl", {"reward_model": {"overlong_buffer": OVERLONG}}, [1, 0, 1, 0, 1, 0], {}, "overlong_paid"),
+        ("rllm", {"reward_model": {"overlong_buffer": OVERLONG | {"enable": False}}}, [1, 0] * 3, {}, None),
+        ("trl", {}, REWARDS, {"reward": 1.75, "rewards/a/mean": 1.5, "rewards/b/mean": 2.0}, None),
+        ("trl", {}, REWARDS, {"reward": 3.5, "rewards/a/mean": 1.5, "rewards/b/mean": 2.0}, "reward_terms"),
+    ],
+)
+def test_logged_and_overlong_rewards_are_explained(tmp_path, trainer, changed, rewards, stats, option):
+    config = steps.CONFIGS["deviation"]["rllm"] | {"data": {"max_response_length": 8}} | changed
+    first = write_rewarded(tmp_path / "record", trainer, config, rewards, stats=stats).first
+    assert (first and first[1].changes[0].option) == option
+
+
+@pytest.mark.parametrize(("is_stepwise", "each"), [(True, False), (True, True), (False, False)])
+def test_the_baseline_of_turns_is_over_trajectories(tmp_path, is_stepwise, each):
+    """The second row of each group is a later turn of the first one; the third is alone."""
+    config = steps.CONFIGS["mean"]["skyrl"]
+    config = config | {"generator": {"step_wise_trajectories": is_stepwise}}
+    prompts = [[1, 2], [1, 2, 10, 7, 3], [1, 2], [1, 3], [1, 3, 13, 7, 7, 7, 7, 3], [1, 3]]
+    means = [4 / 3, 5 / 3] if each else [1.5, 2.0]
+    rewards = [1.0, 1.0, 2.0, 1.0, 1.0, 3.0]
+    given = [reward - means[at // 3] for at, reward in enumerate(rewards)]
+    first = write_rewarded(tmp_path / "record", "skyrl", config, rewards, given, prompts=prompts).first
+    assert (first and first[1].changes[0].option) == ("baseline" if each else None)
 
 
 def write_supervised(folder, config, loss, pairs):

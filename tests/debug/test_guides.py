@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,21 +33,7 @@ QUICK = [
     "AREAL_COLLECTIVE_TIMEOUT_S",
     "options agree with each other",
 ]
-PRINTED = {  # what the last lines of a command contain, by its first words
-    "areal-debug serve --model": "AREAL_LLM_SERVER_ADDRS=127.0.0.1:",
-    "areal-debug agent run": "finished: after 1 turn",
-    "areal-debug agent stress": "4 prompts x 8 samples",
-    "python rollout.py": "32 episodes, mean reward ",
-    "areal-debug record import": "32 samples",
-    "areal-debug train train.py --replay-rollout": "1 steps were trained on recorded rollouts",
-    "areal-debug train train.py": "train/trial0: done, 4 steps in ",
-    "PYTHONHASHSEED=0 python train.py": "train/trial0: done, 4 steps in ",
-    "areal-debug replay": "Bit-identical: 4 of 4 steps",
-    "areal-debug consistency": "Healthy: ordinary noise",
-    "areal-debug trace": "steps 4, ranks 1",
-    "areal-debug serve --status": "ready",
-    "areal-debug serve --stop": "stopped 127.0.0.1:",
-}
+PRINTED: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 def blocks(page: str = PAGE) -> Iterator[tuple[str, str, str]]:

@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import tomllib
 from pathlib import Path
 
 import msgpack
@@ -13,29 +14,8 @@ from . import pickled
 from .dataproto import consolidated_bytes, pickle_proto, verl_tensors
 from .known import KNOWN, named_function, padded, pretending, stand_in
 
-# prime-rl: the members of a micro-batch, in the order of each release
-MICRO_BATCHES = {
-    "0.3": "input_ids loss_mask advantages inference_logprobs position_ids temperature teacher lora",
-    "0.4": "input_ids loss_mask advantages inference_logprobs position_ids temperatures teacher lora pixels grid",
-    "0.5": "input_ids loss_mask advantages inference_logprobs position_ids temperatures teacher lora experts "
-    "pixels shape grid",
-    "0.6": "input_ids loss_mask advantages inference_logprobs position_ids temperatures env_names "
-    "sequence_lengths teacher lora experts mm types mode rewards run_id run_step",
-    "0.7": "input_ids loss_mask advantages inference_logprobs position_ids sequence_lengths temperatures "
-    "env_names ref lora experts mm types rl ce ref_kl run_id run_step",
-    "0.8": "input_ids loss_mask advantages inference_logprobs position_ids sequence_lengths temperatures "
-    "env_names seq_lens ref lora experts mm types rl ce ref_kl run_id run_step",
-}
-# and of a sample of the orchestrator
-SAMPLES = {
-    "0.3": "prompt_ids prompt_mask ids mask logprobs advantage",
-    "0.4": "prompt_ids prompt_mask ids mask logprobs temperatures teacher advantage reward pixels grid",
-    "0.5": "prompt_ids prompt_mask ids mask logprobs temperatures teacher advantage reward pixels shape grid "
-    "experts",
-    "0.6": "prompt_ids prompt_mask ids mask logprobs temperatures env_name teacher advantage reward mm experts "
-    "types mode",
-    "0.8": "token_ids full_mask full_logprobs temperatures env_name ref mm experts types rl ce ref_kl advantages",
-}
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+MICRO_BATCHES, SAMPLES = TABLES["micro_batches"], TABLES["samples"]
 PADDING = 3
 
 
