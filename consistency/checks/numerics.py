@@ -106,8 +106,9 @@ def placeholder_logprobs(case: Case) -> Finding | None:
     wrong = np.bincount(inverse, size > max(2 * case.level, 0.01))  # tokens of each number
     best = int(np.argmax(wrong))
     repeated = inverse == best
-    if names[best] == 0.0 and run_lengths(repeated, table.sequence).max() >= MIN_RUN:
-        return None  # spans of zeros are judged by how likely their tokens are
+    is_span = run_lengths(repeated, table.sequence).max() >= MIN_RUN
+    if names[best] == 0.0 and (is_span or case.surprise(table.index[repeated]) >= LARGEST_SURPRISE):
+        return None  # spans of zeros, or of unlikely tokens: were they sampled at all?
     if wrong[best] < FEWEST_REPEATED or wrong[best] < 0.5 * count[best]:
         return None
     is_uniform = abs(names[best] + np.log(max(case.setting.vocabulary_size, 2))) < UNIFORM

@@ -188,12 +188,12 @@ def foreign_tokens(case: Case) -> Finding | None:
     table = case.table
     zero = (table.engine == 0.0) & (table.trainer < -0.05)
     runs = run_lengths(zero, table.sequence)
-    long = runs[runs >= MIN_RUN]
+    long = runs if len(runs) > 2 * MIN_RUN else runs[runs >= MIN_RUN]  # many short ones are no chance
     if not len(long):
         return None
     surprise = case.surprise(table.index[zero])
     others = 0.0 if zero.all() else float(np.abs(table.difference[~zero]).mean())
-    if surprise < -LARGEST_SURPRISE:
+    if surprise < (-LARGEST_SURPRISE if long.max() >= MIN_RUN else LARGEST_SURPRISE):
         return None  # likelier than sampled ones: drawn from fewer tokens, whose only one has a log-prob of 0
     is_open = others > case.level
     return finding(

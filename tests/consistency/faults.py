@@ -287,10 +287,10 @@ def zero_spans(values: np.ndarray, world: World) -> np.ndarray:
     return values
 
 
-def tool_output(world: World) -> Given:
+def tool_output(world: World, size: int = 12) -> Given:
     """Every fourth row has a span of random tokens, whose logprobs were filled with 0."""
     rows = world.sample()
-    span = rows.scored.reshape(-1, NUM_TOKENS)[::4, 20:32]
+    span = rows.scored.reshape(-1, NUM_TOKENS)[::4, 20 : 20 + size]
     rows.input_ids[span] = world.random().integers(3, VOCABULARY_SIZE, span.shape)
     rows.engine_logprobs[rows.scored] = report(world.engine(), rows, world.seed)
     rows.engine_logprobs[span] = 0.0
@@ -428,6 +428,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "prompts cut": ("R16", cut_prompts),
     "hidden system prompt": ("R16", hidden_context),
     "last logprob missing": ("R17", missing_last_logprob),
+    "two tokens of tool output": ("R18", lambda world: tool_output(world, 2)),
     "tool output in the mask": ("R18", tool_output),
     "stale weights": ("R24", with_other("R24", "previous checkpoint")),
     "barely stale weights": ("R24", with_other("R24", "previous checkpoint", 0.05)),
