@@ -425,7 +425,7 @@ def advantage_of(kind, own, at):
 def test_configurations_of_other_trainers_are_read(tmp_path, kind, trainer):
     own = torch.tensor(REWARDS).reshape(2, 3)
     right = [float(advantage_of(kind, own[at // 3], at % 3)) for at in range(6)]
-    eps = {"ms-swift": 1e-4, "openrlhf": 1e-9}.get(trainer, 1e-6)
+    eps = {"trl": 1e-4, "openrlhf": 1e-9}.get(trainer, 1e-6)
     right = [
         a / (1 + eps / float(own[at // 3].std())) if kind == "deviation" else a for at, a in enumerate(right)
     ]
@@ -444,7 +444,6 @@ OVERLONG = {"enable": True, "len": 4, "penalty_factor": 1.0}
     [
         ("verl", {"reward_model": {"overlong_buffer": OVERLONG}}, [1, 0, 1, 0, 0.5, -0.75], {}, None),
         ("verl", {"reward_model": {"overlong_buffer": OVERLONG}}, [1, 0, 1, 0, 1, 0], {}, "overlong_paid"),
-        ("rllm", {"reward_model": {"overlong_buffer": OVERLONG | {"enable": False}}}, [1, 0] * 3, {}, None),
         ("trl", {}, REWARDS, {"reward": 1.75, "rewards/a/mean": 1.5, "rewards/b/mean": 2.0}, None),
         ("trl", {}, REWARDS, {"reward": 3.5, "rewards/a/mean": 1.5, "rewards/b/mean": 2.0}, "reward_terms"),
     ],
