@@ -33,8 +33,8 @@ NEGLIGIBLE = 1e-4
 # Nats by which another transform must raise the likelihood of the samples. Fitting one number to
 # noise gains about 1.
 LIKELIER_NATS = 20.0
-# A group of tokens is bad when its mean |D| is this many times that of the good ones.
 LARGEST_SURPRISE = 3.0  # Z of tokens that the trainer's distribution drew
+# A group of tokens is bad when its mean |D| is this many times that of the good ones.
 BAD_RATIO = 3.0
 
 

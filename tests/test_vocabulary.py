@@ -5,36 +5,13 @@ import io
 import re
 import subprocess
 import tokenize
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("areal_core", "recorder", "replayer", "consistency", "hangdoctor", "areal_debug")
 LONGEST_LINE_OF_PROSE = 100
-# Pattern -> the term to use instead.
-BANNED = {
-    r"\b(tells?|told|telling)\b": "report, print, message, known",
-    r"\bnot told\b": "inconclusive",
-    r"\banew\b": "again",
-    r"\bfor ever\b": "indefinitely",
-    r"\bforetell\w*\b": "predict",
-    r"\bparts? (first|ways)\b": "diverges",
-    r"\b(runs?|records?|replays?|bits|numbers) part\b": "diverge",
-    r"\bown noise\b": "noise floor, run-to-run variation",
-    r"\bpromised?\b": "guarantee",
-    r"\bsampling ahead\b": "asynchronous rollouts",
-    r"\bdealt\b": "resharded, redistributed",
-    r"\bby hand\b": "manually",
-    r"\b(goes|went) on\b": "continues",
-    r"\b(gives|gave|given) back\b": "returns, releases",
-    r"\bmend(s|ed|ing)?\b": "fix",
-    r"\bbegun\b": "started",
-    r"\breckon\w*\b": "estimate, compute",
-    r"\bin a blink\b": "fast",
-    r"\bon its way out\b": "exiting",
-    r"\btakes? of a step\b": "repeats of a step",
-    r"\blearned from\b": "in the loss mask",
-    r"\b(weight|adapter) push(es)?\b": "weight update",
-}
+BANNED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 OF_OTHERS = {"uplot.js"}
 PATTERN = re.compile("|".join(f"(?:{pattern})" for pattern in BANNED), re.IGNORECASE)
 

@@ -719,8 +719,6 @@ def power_of_two(scale: Tensor) -> Tensor:
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BLOCKS = (128, 32)  # rows and columns, of DeepSeek's float8
 GROUPS = (16, 32, 64, 128)  # of GPTQ, AWQ, bitsandbytes, MXFP4 (32) and NVFP4 (16)
-
-
 SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     "float8": rounded_to_float8,
     "float8 with one scale a tensor": partial(rounded_to_float8, of=(-2, -1)),
