@@ -48,7 +48,8 @@ def test_equal_steps_are_not_accused(tmp_path, num_seeds):
         assert [stages[name] for name in ("rewards", "mask", "advantages", "loss")] == ["equal"] * 4
 
 
-def test_the_rows_that_differ_come_first(tmp_path):
+def test_the_rows_that_differ_come_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("replayer.crosscheck.options.SEARCH_S", 0.0)  # no option explains them
     rows = steps.make_rows(3, (4,) * 3)
     wrong = [row for row in rows if row.truncated]
     how = steps.How(after=lambda advantage, row: advantage + 0.01 * (row in wrong))
@@ -429,8 +430,9 @@ def test_configurations_of_other_trainers_are_read(tmp_path, kind, trainer):
     right = [
         a / (1 + eps / float(own[at // 3].std())) if kind == "deviation" else a for at, a in enumerate(right)
     ]
+    wrong = [a * float(own[at // 3].std()) for at, a in enumerate(right)] if kind == "deviation" else REWARDS
     config = steps.CONFIGS[kind][trainer]
-    for name, given in (("right", right), ("wrong", REWARDS)):
+    for name, given in (("right", right), ("wrong", wrong)):
         report = write_rewarded(tmp_path / name, trainer, config, REWARDS, given)
         stage = next(one for one in report.opinions[0].stages if one.stage == "advantages")
         assert (name, stage.verdict) == (name, "equal" if given is right else "differs")
