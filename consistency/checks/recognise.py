@@ -35,6 +35,7 @@ UNRELATED = 0.5  # confidence, below R33: where nothing is alike, the token id e
 OPEN_ZEROS = 0.6  # confidence in missing log-probs where the others are wrong as well
 EVERYWHERE = 0.9  # of the rows are bad where weights differ
 BEYOND_NOISE = 5.0  # times the level: more than a sound engine that rounds more than was published
+DECISIVE = 3.0  # gain of rounding logits from which an engine in bfloat16 has more than its usual noise
 OF_NUMBERS = ("R37", "R38", "R44")  # what rounds log-probs says nothing of how tokens were drawn
 FEWEST_FOREIGN = 64  # tokens of rows with other tokens' log-probs
 AS_LIKELY = 0.4  # of the nats from the model's own tokens to those drawn by chance
@@ -63,9 +64,10 @@ def from_replay(case: Case) -> Finding | None:
     value += f" for {p.rows}" if p.rows else ""
     left = f"leaves a residual {found.gain:.1f} times smaller ({found.residual:.2g})"
     shown = f"replaying {p.name}{value} {left}"
-    declared = {"R38": "bfloat16", "R44": "float8"}.get(key, "no dtype")
+    declared = {"R37": "bfloat16", "R38": "bfloat16", "R44": "float8"}.get(key, "no dtype")
     is_declared = declared in p.name and case.setting.noise.name.startswith(declared)
-    fault = False if is_declared or (key == "R38" and case.mean_abs <= case.level) else None
+    is_small = case.mean_abs <= case.level and (key == "R38" or found.gain < DECISIVE)
+    fault = False if (is_declared and key != "R37") or (is_small and (is_declared or key == "R38")) else None
     sure = min(confidence(found), OF_SEVERAL if key.endswith(".several") else 1.0)
     said = finding(key, sure, is_fault=fault, replay=shown, **facts_of(case, p))
     is_told = not p.rows or p.rows in said.name or key.endswith(".rows")

@@ -301,8 +301,7 @@ def suspect_weights(tokens: Tokens, now: Scorer, base: Floats) -> tuple[Suspect 
         )
         return suspect_of(tokens, "weights", cause, best, f"of version {best.name}"), ""
     moved = np.minimum(np.abs(predicted[keys[0]] - base), 5.0)
-    visible = nats_gained(engine, base + moved, base)
-    if visible < SURE_NATS:
+    if nats_gained(engine, base + moved, base) < SURE_NATS:
         change = f"{moved.mean():.1g} only, too little to be seen"
         return None, f"; weights of version {keys[0]} would change them by {change}"
     return None, ""

@@ -174,8 +174,7 @@ def tapped(model: Any, exchange: Exchange) -> Iterator[Taps]:
 def with_new(taps: Taps, site: Site, cached: Tensor) -> Tensor:
     """Exchange the newest tokens of a cache [1, heads, tokens, head_dim]."""
     old, new = cached.split([cached.shape[2] - taps.num_tokens, taps.num_tokens], dim=2)
-    taken = taps.heads(site, new)
-    return torch.cat([old, taken], dim=2)
+    return torch.cat([old, taps.heads(site, new)], dim=2)
 
 
 def hook_modules(model: Any, taps: Taps) -> Iterator[Any]:

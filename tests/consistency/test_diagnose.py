@@ -102,6 +102,15 @@ def test_clean_engine_is_healthy(seed, noise):
     assert abs(found.surprise) < 4
 
 
+def test_logits_that_a_bfloat16_engine_rounds_are_no_fault_beside_as_much_noise():
+    at = make_world(0, 0.006, num_rows=6)
+    found = diagnosis_of(Given(at.sample(reports=transforms.bfloat16_logits)), at)
+    assert (found.verdict, [(f.id, f.fault) for f in found.causes]) == (
+        "healthy",
+        [("R35", False), ("R37", False)],
+    )
+
+
 @pytest.mark.long
 def test_none_of_200_clean_engines_is_accused():
     accused = []

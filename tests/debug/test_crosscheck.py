@@ -431,9 +431,8 @@ def test_configurations_of_other_trainers_are_read(tmp_path, kind, trainer):
         a / (1 + eps / float(own[at // 3].std())) if kind == "deviation" else a for at, a in enumerate(right)
     ]
     wrong = [a * float(own[at // 3].std()) for at, a in enumerate(right)] if kind == "deviation" else REWARDS
-    config = steps.CONFIGS[kind][trainer]
     for name, given in (("right", right), ("wrong", wrong)):
-        report = write_rewarded(tmp_path / name, trainer, config, REWARDS, given)
+        report = write_rewarded(tmp_path / name, trainer, steps.CONFIGS[kind][trainer], REWARDS, given)
         stage = next(one for one in report.opinions[0].stages if one.stage == "advantages")
         assert (name, stage.verdict) == (name, "equal" if given is right else "differs")
 
