@@ -315,8 +315,7 @@ LEAST_TO_WEIGH = 1e-5  # mean |D|; float32 kernels on CPUs differ by 1e-6
 
 def row_means(engine: Floats, predicted: Floats, row: Ints) -> Floats:
     """Bounded mean |difference| of each row's tokens; 0 for rows without tokens."""
-    size = bounded(engine - predicted)
-    return np.bincount(row, size) / np.maximum(np.bincount(row), 1)
+    return np.bincount(row, bounded(engine - predicted)) / np.maximum(np.bincount(row), 1)
 
 
 def left_by_row(engine: Floats, base: Floats, row: Ints, predicted: Floats) -> float:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from hangdoctor.model import CollectiveRecord, RasRank
 
+RAS_SILENT = ("MISSING", "DEAD", "UNRESPONSIVE")  # states of ranks that RAS cannot reach
 # Sizes of these differ between ranks by design.
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "allgather_v", "reduce_scatter_v", "broadcast")
 
@@ -130,7 +131,7 @@ def behind_by_ras(ranks: Iterable[RasRank]) -> tuple[tuple[int, ...], str]:
     for rank in ranks:
         by_communicator[rank.communicator].append(rank)
     for name, group in by_communicator.items():
-        if dead := tuple(sorted({r.rank for r in group if r.status in ("MISSING", "DEAD", "UNRESPONSIVE")})):
+        if dead := tuple(sorted({r.rank for r in group if r.status in RAS_SILENT})):
             return dead, f"RAS: communicator {name} gets no response from them"
         counts = {r.rank: r.operations for r in group if r.operations is not None}
         if counts and len(set(counts.values())) > 1:

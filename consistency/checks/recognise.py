@@ -66,8 +66,10 @@ def from_replay(case: Case) -> Finding | None:
     shown = f"replaying {p.name}{value} {left}"
     declared = {"R37": "bfloat16", "R38": "bfloat16", "R44": "float8"}.get(key, "no dtype")
     is_declared = declared in p.name and case.setting.noise.name.startswith(declared)
-    is_small = case.mean_abs <= case.level and (key == "R38" or found.gain < DECISIVE)
-    fault = False if (is_declared and key != "R37") or (is_small and (is_declared or key == "R38")) else None
+    is_small = case.mean_abs <= case.level
+    rounds_logits = is_declared and is_small and found.gain < DECISIVE
+    is_usual = {"R37": rounds_logits, "R38": is_declared or is_small, "R44": is_declared}
+    fault = False if is_usual.get(key) else None
     sure = min(confidence(found), OF_SEVERAL if key.endswith(".several") else 1.0)
     said = finding(key, sure, is_fault=fault, replay=shown, **facts_of(case, p))
     is_told = not p.rows or p.rows in said.name or key.endswith(".rows")

@@ -70,7 +70,7 @@ def watchdog_timeouts(log: LogTail) -> list[tuple[int, int, str]]:
 
 def only_absent(ranks: Collection[int]) -> tuple[int, ...]:
     """Return the one rank below the highest that is not among `ranks`; empty where it is not one."""
-    others = tuple(set(range(max(ranks))) - set(ranks))
+    others = tuple(set(range(max(ranks, default=0))) - set(ranks))
     return others if len(others) == 1 else ()
 
 

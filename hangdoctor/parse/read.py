@@ -173,6 +173,13 @@ def take_records(reading: Reading, place: location.Place, member: str, data: byt
     reading.records += parse_flight_recorder(data, rank)
 
 
+def take_ras(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
+    if data.lstrip()[:1] == b"{":
+        take_object(reading, place, member, data)
+    else:
+        reading.ras += parse_ras_text(data.decode(errors="replace"))
+
+
 def take_dump(reading: Reading, place: location.Place, member: str, data: bytes) -> None:
     if data[:1] == b"\x80":
         take_records(reading, place, member, data)
@@ -282,6 +289,6 @@ READERS: dict[str, Callable[[Reading, location.Place, str, bytes], None]] = {
     "logs": take_log,
     "errors": take_error,
     "fr": take_records,
-    "ras": take_dump,
+    "ras": take_ras,
     "source": take_source,
 }

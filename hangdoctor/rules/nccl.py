@@ -18,7 +18,7 @@ from hangdoctor.case import Case, Process
 from hangdoctor.graph import Graph, rank_ranges, same_place
 from hangdoctor.model import CollectiveRecord, Confidence, Evidence, Kind, NextStep, Rank
 from hangdoctor.parse.logs import LOGGED, first_match, only_absent, watchdog_timeouts
-from hangdoctor.recorded_operations import behind_by_ras
+from hangdoctor.recorded_operations import RAS_SILENT, behind_by_ras
 from hangdoctor.rules.verdict import (
     Verdict,
     confidence,
@@ -40,7 +40,6 @@ TRANSPORT_LOG = message("nccl", "transport_log")
 DEVICE_LOG = message("nccl", "device_log")
 UNNAMED_TIME_OUT = message("nccl", "unnamed_time_out")
 LOST_PEER = message("nccl", "lost_peer")
-RAS_SILENT = ("MISSING", "DEAD", "UNRESPONSIVE")
 IDLE_PERCENT, SPINNING_PERCENT = 5.0, 90.0
 # Code that synchronises with the device because messages to other ranks are under way.
 TRANSFER = re.compile(r"nccl|p2p|batch_isend|transfer_stream|communicat", re.IGNORECASE)
@@ -129,21 +128,26 @@ def from_records(case: Case) -> Verdict | None:
         return alone_in_time_out(case) or from_messages(case)
     finding, kind = case.findings[0], kind_of(case)
     says = f"; {kind.says}" if kind.kind else ""
-    seen = finding.agreeing_ranks
-    absent = only_absent(seen) if finding.source in LOGGED and len(seen) > 2 else ()
+    seen, is_logged = finding.agreeing_ranks, finding.source in LOGGED
+    absent = only_absent(seen) if is_logged and len(seen) > 2 else ()
     says += f"; rank {absent[0]} wrote no time-out: it may be elsewhere" if absent else ""
     fact = f"{finding.source}, group {finding.group}: {finding.detail}"
-    return make_verdict(
-        "nccl_timeout",
-        # A watchdog speaks of its own rank only: whoever wrote nothing may be elsewhere.
-        "medium" if finding.source not in LOGGED else "low",
+    # A watchdog speaks of its own rank only: whoever wrote nothing may be elsewhere.
+    return of_records(
+        kind,
+        "low" if is_logged else "medium",
         kind.ranks or absent,
         f"{finding.source.capitalize()}: {finding.detail} of group {finding.group}, and it has not completed{says}.",
-        (Evidence(rank_ranges(finding.agreeing_ranks), fact), *kind.evidence),
-        "records",
-        steps=steps_of_kind(kind),
-        kind=kind.kind,
+        (Evidence(rank_ranges(seen), fact), *kind.evidence),
     )
+
+
+def of_records(
+    kind: Found, level: Confidence, ranks: tuple[Rank, ...], says: str, evidence: tuple[Evidence, ...]
+) -> Verdict:
+    """Return the verdict of what records or messages say, with the steps of its kind."""
+    steps = steps_of_kind(kind)
+    return make_verdict("nccl_timeout", level, ranks, says, evidence, "records", steps=steps, kind=kind.kind)
 
 
 def alone_in_time_out(case: Case) -> Verdict | None:
@@ -158,16 +162,11 @@ def alone_in_time_out(case: Case) -> Verdict | None:
     kind = kind_of(case)
     says = [f"rank {rank} in {numbered(*call)}" for rank, call in sorted(found.items())]
     more = f" and {len(says) - 3} more" if len(says) > 3 else ""
-    return make_verdict(
-        "nccl_timeout",
-        "low",
-        kind.ranks,
-        f"The watchdog timed out: {', '.join(says[:3])}{more}; whether their peers reached these is not known.",
-        (*recorded(case)[1], *kind.evidence)[:8],
-        "records",
-        steps=steps_of_kind(kind),
-        kind=kind.kind,
-    )
+    summary = f"The watchdog timed out: {', '.join(says[:3])}{more}; whether their peers reached these is not known."
+    calls = [
+        Evidence(str(rank), f"its watchdog timed out on {numbered(*call)}") for rank, call in found.items()
+    ]
+    return of_records(kind, "low", kind.ranks, summary, (*calls, *kind.evidence)[:8])
 
 
 def from_messages(case: Case) -> Verdict | None:
@@ -194,9 +193,7 @@ def from_messages(case: Case) -> Verdict | None:
         if not match["rank"]:
             says = f"A watchdog timed out in {match['op'].lower()}; no message says on which rank."
         evidence = (Evidence("", match.string.strip()[:200], log.name), *evidence)
-    return make_verdict(
-        "nccl_timeout", "low", (), says, evidence, "records", steps=steps_of_kind(kind), kind=kind.kind
-    )
+    return of_records(kind, "low", (), says, evidence)
 
 
 def numbered(name: str, number: int) -> str:

@@ -215,23 +215,16 @@ def died_before(case: Case, graph: Graph) -> Verdict | None:
     """
     for log in case.snapshot.logs:
         ranks = {rank for rank, _, _ in watchdog_timeouts(log)}
-        until = takewhile(lambda line: "operation timeout" not in line, log.lines)
+        waited = graph.waiting if case.ranks else ranks
+        until = takewhile(lambda line: "operation timeout" not in line, log.lines if waited else ())
         died = next(filter(None, map(DIED.search, until)), None)
-        if died and (ranks if not case.ranks else graph.waiting):
-            peers = (
-                f" before {ranks_text(sorted(ranks))} timed out" if ranks else f", and {waiting_for(graph)}"
-            )
-            others = only_absent(ranks) if ranks else ()
+        if died:
+            waits, others = waiting_for(graph), only_absent(ranks)
+            peers = f" before {ranks_text(sorted(ranks))} timed out" if ranks else f", and {waits}"
             who = f"rank {others[0]}" if others else "no message names its rank"
             said = Evidence("", died.string[died.start() :].strip()[:200], log.name)
-            return make_verdict(
-                "missing_rank",
-                "medium",
-                others,
-                f"A process of the job ended{peers}: {who}.",
-                (said, *waiting_evidence(graph)),
-                "gone",
-            )
+            summary, evidence = f"A process of the job ended{peers}: {who}.", (said, *waiting_evidence(graph))
+            return make_verdict("missing_rank", "medium", others, summary, evidence, "gone")
     return None
 
 
