@@ -146,11 +146,7 @@ def of_trl(config: Mapping[str, Any]) -> Configured:
     return replace(found, options=replace(found.options, **changed))
 
 
-def configured(
-    name: str,
-    config: Mapping[str, Any],
-    unchecked: Mapping[str, str] = NOTHING,
-) -> Configured:
+def configured(name: str, config: Mapping[str, Any], unchecked: Mapping[str, str] = NOTHING) -> Configured:
     """Read the table of a trainer: its options, counts, sizes, what is not recomputed.
 
     Counts are whole numbers above 1, by the last part of their names.
@@ -168,13 +164,15 @@ def configured(
         if (value := member(config, path)) not in (*usual, None)
     } | dict(unchecked)
     if "sizes" in table:
-        prompts, samples, batch, micro, part, epochs, of_critic = (member(config, p) for p in table["sizes"])
-        rows, batch = (prompts or 0) * (samples or 1), batch or (part or 0) * (samples or 1)
-        options = replace(options, micro_batches=max(1, rows // (micro or rows or 1)))
+        sizes = {kind: member(config, path) for kind, path in table["sizes"].items()}
+        samples, step_prompts = sizes["samples"] or 1, sizes.get("step_prompts")
+        rows = (sizes["prompts"] or 0) * samples
+        batch = sizes.get("step_rows") or (step_prompts or 0) * samples or rows or 1
+        options = replace(options, micro_batches=max(1, rows // (sizes["micro_rows"] or rows or 1)))
         counts |= {"the number of micro-batches": options.micro_batches}
-        if (updates := rows // (batch or rows or 1) * (epochs or 1)) > 1:
+        if (updates := rows // batch * (sizes.get("passes") or 1)) > 1:
             found["loss"] = found["values"] = MEAN_OF_UPDATES.format(updates)
-        elif of_critic not in (part, None):
+        elif sizes.get("critic_prompts") not in (step_prompts, None):
             found["values"] = "the critic has another number of optimizer steps than the policy"
         elif options.micro_batches > 1 and (reason := table.get("by_version")):
             found["loss"] = found["values"] = reason
