@@ -126,11 +126,11 @@ class CollectiveRecord:
 @dataclass(frozen=True, slots=True)
 class RasRank:
     """NCCL RAS on one rank of one communicator: how many operations it has launched, and whether it
-    responds.
+    responds. `rank` is None for ranks that a report counts and does not name.
     """
 
     communicator: str
-    rank: int
+    rank: int | None
     operations: int | None
     status: str
 

@@ -131,11 +131,16 @@ def behind_by_ras(ranks: Iterable[RasRank]) -> tuple[tuple[int, ...], str]:
     for rank in ranks:
         by_communicator[rank.communicator].append(rank)
     for name, group in by_communicator.items():
-        if dead := tuple(sorted({r.rank for r in group if r.status in RAS_SILENT})):
+        if dead := silent_in(group):
             return dead, f"RAS: communicator {name} gets no response from them"
-        counts = {r.rank: r.operations for r in group if r.operations is not None}
-        if counts and len(set(counts.values())) > 1:
-            top = max(counts.values())
-            behind = tuple(sorted(rank for rank, count in counts.items() if count < top))
-            return behind, f"RAS: launched {min(counts.values())} operations where the others launched {top}"
+        launched = [(r.rank, r.operations) for r in group if r.operations is not None]
+        counts = [count for _, count in launched]
+        if counts and min(counts) < max(counts):
+            behind = {rank for rank, count in launched if rank is not None and count < max(counts)}
+            fact = f"RAS: launched {min(counts)} operations where the others launched {max(counts)}"
+            return tuple(sorted(behind)), fact
     return (), ""
+
+
+def silent_in(ranks: Iterable[RasRank]) -> tuple[int, ...]:
+    return tuple(sorted({r.rank for r in ranks if r.rank is not None and r.status in RAS_SILENT}))

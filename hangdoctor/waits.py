@@ -73,6 +73,8 @@ def wait_of(raw: tuple[Frame, ...]) -> Wait:
     kind, operation, frame = wait_in_frames(frames, python)
     if kind == "data":
         phases -= {"cleanup"}  # a loader ends its workers at the end of an epoch
+    if kind == "destroy":
+        phases |= {"cleanup"}
     return Wait(kind, operation, frame, user_frames(frames), phases, domain, frames)
 
 

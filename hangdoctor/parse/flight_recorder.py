@@ -100,16 +100,15 @@ def parse_ras_text(text: str) -> tuple[RasRank, ...]:
         block, name = text[mark.end() : end], mark["hash"]
         found += [ras_rank(name, m["rank"], m["count"], "RUNNING") for m in LAUNCHED.finditer(block)]
         for count in COUNT.finditer(block):
-            found += [
-                ras_rank(name, m["rank"], count["count"], "RUNNING") for m in RANK.finditer(count["rest"])
-            ]
+            ranks = [m["rank"] for m in RANK.finditer(count["rest"])]
+            found += [ras_rank(name, rank, count["count"], "RUNNING") for rank in ranks or [None]]
         for missing in MISSING.finditer(block):
             found += [ras_rank(name, m["rank"], None, "MISSING") for m in RANK.finditer(missing["ranks"])]
     return tuple(dict.fromkeys(found))
 
 
-def ras_rank(communicator: str, rank: str, count: str | None, status: str) -> RasRank:
-    return RasRank(communicator, int(rank[:9]), int(count[:18]) if count else None, status)
+def ras_rank(communicator: str, rank: str | None, count: str | None, status: str) -> RasRank:
+    return RasRank(communicator, int(rank[:9]) if rank else None, int(count[:18]) if count else None, status)
 
 
 def is_ras(document: Any) -> bool:

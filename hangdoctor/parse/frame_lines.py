@@ -37,6 +37,7 @@ GDB_PYTHON = re.compile(
 KERNEL_FRAME = re.compile(
     r"^\[<[0-9a-fx]+>\] \??\s*(?P<function>[\w.]+)\+0x[0-9a-f]+/0x[0-9a-f]+(?: \[\w+\])?$"
 )
+LLDB_FRAME = re.compile(r"^frame #(?P<n>\d+): 0x[0-9a-f]+ (?P<library>[^`]+)`(?P<function>[^(<+]+)")
 WATCHDOG_FRAME = re.compile(r"^#(?P<n>\d+) (?P<function>\S+) from (?P<file>[^ ]+):(?P<line>\d+)$")
 # No part of the name of a function: a line of a log may end like a frame.
 NO_C, NO_PYTHON = re.compile(r" NCCL (?:INFO|WARN) "), re.compile(r"[\s()]")
@@ -135,6 +136,8 @@ def tool_frame(line: str) -> Frame | None:
         )
     if line.startswith("#"):
         return numbered_frame(line)
+    if match := LLDB_FRAME.match(line):
+        return Frame(match["function"].strip(), match["library"], 0, True)
     if line == "Waiting for the GIL":  # above the frames of gdb's `py-bt`
         return Frame("take_gil", "python", 0, True)
     if line.startswith("[<") and (match := KERNEL_FRAME.match(line)):

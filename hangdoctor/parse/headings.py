@@ -22,7 +22,9 @@ MAX_RANKS = 200_000
 Whose = Literal["named", "everybody", "others"]
 
 # of py-spy, and of `ray stack` before a row of `ps aux`
-PROCESS = re.compile(r"^(?:Process|Stack dump for \S+) +(\d+)(?:(?:: *|  *[\d.]+ .*\d:\d\d +)(.*))?$", re.M)
+PROCESS = re.compile(
+    r"^(?:Process|Stack dump for \S+) +(\d+)(?:(?:: *|  *[\d.]+ .*\d:\d\d +| (?=\())(.*))?$", re.M
+)
 ROLE_WORDS = "|".join(sorted((role for role in ROLES if role not in ("train", "ref")), key=len, reverse=True))
 NUMBERS = r"[\[({]?(\d[\d ,.\-–&]*(?:(?:and|to|through) \d+)?)[\])}]?"
 WORDS_BEFORE = (

@@ -40,6 +40,7 @@ BARE = re.compile(r"^(?:worker|gpu|r|proc)?[_\-]?(?P<rank>\d{1,6})$", re.I)
 LOCAL_RANK = re.compile(r"--(?:local[_-])?rank[= ](\d{1,6})\b")
 # Engines rename their processes: `sglang::scheduler_PP1_TP0`, `VLLM::Worker_TP3`.
 COORDINATE = re.compile(r"_(DP|PP|TP|EP)(\d{1,5})")
+COLLECTORS = re.compile(r"(?:stacks?|py[-_]?spy|dump|(?:nccl_|comm_lib_)?trace|fr)?", re.I)
 STATUSES: dict[str, Status] = {status: status for status in get_args(Status)}
 SUFFIXES = (".native", ".error", ".stacktrace", ".pyspy", ".dump", ".stack", ".trace")
 # File endings of formats, so that `rank_3.pickle` and `nccl_trace_rank_3` have the same stem.
@@ -246,17 +247,4 @@ def role_in(text: str) -> str:
 
 def host_in(text: str) -> str | None:
     """Return the text before `rank` as a host, unless it is a common file name of collectors."""
-    plain = {
-        "",
-        "stack",
-        "stacks",
-        "pyspy",
-        "py-spy",
-        "py_spy",
-        "dump",
-        "nccl_trace",
-        "comm_lib_trace",
-        "trace",
-        "fr",
-    }
-    return None if text.lower() in plain else text
+    return None if COLLECTORS.fullmatch(text) else text

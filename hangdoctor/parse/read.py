@@ -73,16 +73,10 @@ def read_snapshot(paths: Iterable[Path], world_size: int | None = None) -> Snaps
         for member, data in members_of(path, reading.notes):
             take(reading, member, data)
     snapshot = finish(reading, world_size)
-    found = (
-        snapshot.dumps
-        or snapshot.records
-        or snapshot.ras
-        or snapshot.expected
-        or snapshot.endings
-        or snapshot.stopped
-    )
+    kinds = (snapshot.dumps, snapshot.records, snapshot.ras, snapshot.expected, snapshot.endings)
     if not (
-        found
+        any(kinds)
+        or snapshot.stopped
         or len(set(snapshot.steps.values())) > 1
         or any(RELEVANT.search(line) for log in snapshot.logs for line in log.lines)
     ):

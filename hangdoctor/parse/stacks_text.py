@@ -54,7 +54,7 @@ REFUSAL = re.compile(
 )
 # A heading and its frame on one line, or in one row of a table.
 INLINE = re.compile(
-    r"^(?:\| *)?(?P<heading>[^()|]{1,60}?(?:\d|\)|idle|active)\]?\*{0,2})(?::\s+| *\| +)(?P<rest>\S.*?)(?: *\|)?$"
+    r"^(?:\| *)?(?P<heading>[^()|]{1,60}?(?:\d|\)|idle|active)\]?\*{0,2})(?::\s+| *\| +|(?<=\d\]) )(?P<rest>\S.*?)(?: *\|)?$"
 )
 
 
@@ -207,7 +207,7 @@ class Reader:
             if self.thread is not None and self.thread.tentative:
                 self.close()
             return
-        if line.startswith("frame #"):
+        if line.startswith("frame #") and "`" not in line:
             return  # of a C++ exception: where it was thrown, such as in a watchdog, is no wait
         if ("LWP" in line or "(process" in line) and (row := GDB_ROW.match(line)):
             self.row(row)
@@ -246,7 +246,7 @@ class Reader:
             self.frames(loose, loose=True)
         elif self.sections[-1].headed and not self.has_lines() and (name := bare_name(line)):
             self.frames((name,), loose=False)
-        elif self.thread is None and (match := INLINE.match(line)):
+        elif match := INLINE.match(line):
             section = section_header(f"{match['heading']}:", self.sections[-1])
             if section is not None:
                 self.inline(section, match["rest"])
@@ -262,7 +262,13 @@ class Reader:
         return empty and len(section.message) < MAX_LINE and bool(section.message or REFUSAL.match(line))
 
     def inline(self, section: Section, rest: str) -> None:
-        """Read a heading and its frames on one line: `rank 3: barrier (train.py:7)`."""
+        """Read a heading and a thread, or its frames, on one line: `rank 3: barrier (train.py:7)`."""
+        if thread := thread_header(rest):
+            self.close()
+            self.sections.append(section)
+            self.open(thread)
+        if self.thread is not None:
+            return
         frame = frame_of(rest) or (bare_name(rest) if "-" not in rest else None)
         found = (frame,) if frame else loose_frames(rest)
         if found:

@@ -18,7 +18,7 @@ from hangdoctor.case import Case, Process
 from hangdoctor.graph import Graph, rank_ranges, same_place
 from hangdoctor.model import CollectiveRecord, Confidence, Evidence, Kind, NextStep, Rank
 from hangdoctor.parse.logs import LOGGED, first_match, only_absent, watchdog_timeouts
-from hangdoctor.recorded_operations import RAS_SILENT, behind_by_ras
+from hangdoctor.recorded_operations import behind_by_ras, silent_in
 from hangdoctor.rules.verdict import (
     Verdict,
     confidence,
@@ -290,7 +290,7 @@ def by_state(records: tuple[CollectiveRecord, ...]) -> tuple[tuple[int, ...], tu
 
 
 def silent_peers(case: Case) -> Found | None:
-    silent = tuple(sorted({r.rank for r in case.snapshot.ras if r.status in RAS_SILENT}))
+    silent = silent_in(case.snapshot.ras)
     evidence = (Evidence(rank_ranges(silent), "RAS gets no response from them"),)
     return Found("transport", silent, f"RAS cannot reach {ranks_text(silent)}", evidence) if silent else None
 

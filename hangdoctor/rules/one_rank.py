@@ -154,7 +154,7 @@ def polls_outside(process: Process, alone: bool) -> bool:
         return alone  # a worker that nobody gave a task, and no rank that waits for it
     if "outside" not in wait.phases:
         return False
-    polls = wait.frame is not None and re.search("wait|poll", wait.frame.function)
+    polls = wait.frame is not None and re.search("wait|poll|sleep", wait.frame.function)
     return wait.kind in ("sleep", "idle", "event") or (wait.kind == "blocked" and bool(polls))
 
 

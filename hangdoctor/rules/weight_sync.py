@@ -111,8 +111,11 @@ def is_engine(wait: Wait, shared: frozenset[str]) -> bool:
     files = " ".join(f.file for f in frames if f.file not in shared)
     if re.search(r"\b(vllm|sglang)/", files):
         return not re.search(r"\b(trl|verl/trainer|nemo_rl/algorithms)/", files)
-    for words in (" ".join(f.function for f in frames), files):
-        generates, trains = ENGINE_WORDS.search(words), TRAINER_WORDS.search(words)
+    functions = " ".join(f.function for f in frames)
+    # A trainer's own file has functions that generate.
+    elsewhere = " ".join(f.function for f in frames if not TRAINER_WORDS.search(f.file))
+    for words, own in ((functions, elsewhere), (files, files)):
+        generates, trains = ENGINE_WORDS.search(own), TRAINER_WORDS.search(words)
         if bool(generates) != bool(trains):
             return bool(generates)
     return False
