@@ -40,6 +40,7 @@ BARE = re.compile(r"^(?:worker|gpu|r|proc)?[_\-]?(?P<rank>\d{1,6})$", re.I)
 LOCAL_RANK = re.compile(r"--(?:local[_-])?rank[= ](\d{1,6})\b")
 # Engines rename their processes: `sglang::scheduler_PP1_TP0`, `VLLM::Worker_TP3`.
 COORDINATE = re.compile(r"_(DP|PP|TP|EP)(\d{1,5})")
+# File names that stand before `rank` where others have a host.
 COLLECTORS = re.compile(r"(?:stacks?|py[-_]?spy|dump|(?:nccl_|comm_lib_)?trace|fr)?", re.I)
 STATUSES: dict[str, Status] = {status: status for status in get_args(Status)}
 SUFFIXES = (".native", ".error", ".stacktrace", ".pyspy", ".dump", ".stack", ".trace")
@@ -210,7 +211,7 @@ def parse_name(file_name: str) -> ProcessName:
         return ProcessName(canonical("trainer", int(bare["rank"])), int(bare["rank"]))
     rank, before = int(match["rank"]), match["before"].strip("_-. ")
     role = role_in(before)
-    host = host_in(before) if role == "trainer" else None
+    host = before if role == "trainer" and not COLLECTORS.fullmatch(before) else None
     name = canonical(role, rank)
     if match["child"]:
         return ProcessName(f"{name}_child_{int(match['child'])}", None, "child", host, parent=name)
@@ -243,8 +244,3 @@ def role_in(text: str) -> str:
     """Return the role that a word of the text names; `trainer` without one."""
     words = re.split(r"[_\-. ]+", text.lower())
     return next((ROLES[word] for word in reversed(words) if word in ROLES), "trainer")
-
-
-def host_in(text: str) -> str | None:
-    """Return the text before `rank` as a host, unless it is a common file name of collectors."""
-    return None if COLLECTORS.fullmatch(text) else text

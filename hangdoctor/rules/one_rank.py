@@ -24,7 +24,7 @@ from hangdoctor.rules.verdict import (
     waiting_evidence,
     waiting_for,
 )
-from hangdoctor.tables import IMPORT_LOCK, WORKER_LOOP, phases_of
+from hangdoctor.tables import EVENT_LOOP, IMPORT_LOCK, WORKER_LOOP, phases_of
 from hangdoctor.waits import ThreadState, context
 
 LOADERS = ("torch/utils/data/", "torchdata/", "webdataset/")
@@ -152,6 +152,8 @@ def polls_outside(process: Process, alone: bool) -> bool:
     wait = process.wait
     if wait.operation == WORKER_LOOP:
         return alone  # a worker that nobody gave a task, and no rank that waits for it
+    if wait.operation == EVENT_LOOP and wait.chain:
+        return "engine" not in wait.phases
     if "outside" not in wait.phases:
         return False
     polls = wait.frame is not None and re.search("wait|poll|sleep", wait.frame.function)
@@ -255,7 +257,8 @@ def partial_exception(case: Case, graph: Graph) -> Verdict | None:
     asleep = [
         s
         for s in graph.source_ranks
-        if s.wait.kind in ("sleep", "idle", "event") and not s.wait.phases & {"engine", "outside"}
+        if s.wait.kind in ("sleep", "idle", "event") and not polls_outside(s, False)
+        if "engine" not in s.wait.phases
     ]
     culprits = strong or asleep
     if not culprits or (not graph.waiting and not strong):
