@@ -36,7 +36,7 @@ WORDS_BEHIND = (
     r"[ ,:]+(?:is |are |all )?(?:idle|active|waiting|stuck|hung|blocked|running|hangs?)(?: here)?| ?(?:/|of) ?\d+|: \S+:\d+"
 )
 RANKS = re.compile(
-    rf"^(?:(?:{WORDS_BEFORE})[:, ] ?){{0,4}}(?:({ROLE_WORDS})[ _])?(?:local[_ ]|global[_ ])?"
+    rf"^(?:(?:{WORDS_BEFORE})[:, ] ?){{0,4}}(?:[\w.\-]{{1,40}}/)?(?:({ROLE_WORDS})[ _])?(?:local[_ ]|global[_ ])?"
     rf"ranks?[ _:=#\-]*{NUMBERS}(?:{WORDS_BEHIND}){{0,3}}$",
     re.IGNORECASE,
 )
@@ -72,8 +72,8 @@ EVERYBODY = re.compile(
     re.IGNORECASE,
 )
 OTHERS = re.compile(
-    r"^(?:on )?(?:(?:all|every)(?: of)?(?: the)? |the )?(?:other|remaining|rest)(?:s| of)?(?: the)?"
-    r"(?: (?:ranks?|processes|gpus?|workers?))?(?: ?\([^()]*\)| (?:are|show|wait|in|at).{0,40})?$",
+    r"^(?:on )?(?:(?:all|every)(?: of)?(?: the)? |the )?(?:(?:other|remaining|rest)(?:s| of)?(?: the)?"
+    r"(?: (?:ranks?|processes|gpus?|workers?))?|(?:ranks?|processes|gpus?|workers?) (?:except|but) [\w ,]{1,40})(?: ?\([^()]*\)| (?:are|show|wait|in|at).{0,40})?$",
     re.IGNORECASE,
 )
 PID = re.compile(r"^(?:pid|process id)[ :=#]*(\d{1,9})(?: ?\([^()]*\))?$", re.IGNORECASE)
@@ -201,10 +201,10 @@ def named_header(bare: str, said: bool) -> Section | None:
         return Section((int(match[2] or 0),), match[1].lower(), headed=True)
     if match := PID.match(bare):
         return Section(pid=int(match[1]), headed=True)
-    if EVERYBODY.match(bare) and (said or len(bare) < 40):
-        return Section(whose="everybody", headed=True)
     if OTHERS.match(bare) and (said or len(bare) < 40):
         return Section(whose="others", headed=True)
+    if EVERYBODY.match(bare) and (said or len(bare) < 40):
+        return Section(whose="everybody", headed=True)
     if said and ABOUT_RANKS.search(bare) and not COUNTED.match(bare) and not LOGGED.search(bare):
         if match := SAID_COUNT.search(bare):
             return Section(count=min(int(match[1]), MAX_RANKS), headed=True)

@@ -57,7 +57,7 @@ def described(section: Section) -> bool:
 
 def unnamed_ranks(section: Section, taken: set[int], world_size: int | None) -> list[int]:
     if section.whose != "named":
-        count = (world_size or 0) - len(taken) if world_size else 2 - bool(taken)
+        count = world_size - len(taken) if world_size else 2
     else:
         count = section.count
     found: list[int] = []
