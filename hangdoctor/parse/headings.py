@@ -73,7 +73,8 @@ EVERYBODY = re.compile(
 )
 OTHERS = re.compile(
     r"^(?:on )?(?:(?:all|every)(?: of)?(?: the)? |the )?(?:(?:other|remaining|rest)(?:s| of)?(?: the)?"
-    r"(?: (?:ranks?|processes|gpus?|workers?))?|(?:ranks?|processes|gpus?|workers?) (?:except|but) [\w ,]{1,40})(?: ?\([^()]*\)| (?:are|show|wait|in|at).{0,40})?$",
+    r"(?: (?:ranks?|processes|gpus?|workers?))?|(?:ranks?|processes|gpus?|workers?) (?:except|but) [\w ,]{1,40})"
+    r"(?: ?\([^()]*\)| (?:are|show|wait|in|at).{0,40})?$",
     re.IGNORECASE,
 )
 PID = re.compile(r"^(?:pid|process id)[ :=#]*(\d{1,9})(?: ?\([^()]*\))?$", re.IGNORECASE)
