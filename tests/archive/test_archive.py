@@ -30,13 +30,13 @@ from tests.command_line import printed
 URLS = itertools.count()
 
 
-def all_files(folder):
-    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+def files_of(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def assert_same_files(one, other):
-    assert all_files(one) == all_files(other)
-    for name in all_files(one):
+    assert files_of(one) == files_of(other)
+    for name in files_of(one):
         assert filecmp.cmp(one / name, other / name, shallow=False), name
 
 

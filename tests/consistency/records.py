@@ -11,10 +11,9 @@ import torch
 from areal_core.testing import make_tiny_tokenizer
 from consistency.score import scorer_of
 from consistency.tokens import Sequences
-from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, send_step
-from recorder.writer import RecordWriter
 from tests.command_line import invoke
+from tests.recorder.ranks import begin
 
 from .faulty_engine import FaultyEngine, sample_rows
 from .models import peaked_model
@@ -74,9 +73,7 @@ def write_record(
     }
     named, allocation = {"path": str(model), "files": {}}, "sglang:d1+fsdp:d1"
     header = replace(SCRIPTED_HEADER, model=named, config=config, allocation=allocation)
-    writer = RecordWriter(folder)
-    folder.mkdir(parents=True)
-    write_header(folder, header)
+    (writer,) = begin(folder, header=header)
     for step in range(num_steps):
         generator = torch.Generator().manual_seed(step)
         prompts = torch.randint(5, 100, (num_rows, PROMPT_LENGTH), generator=generator)

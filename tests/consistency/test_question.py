@@ -6,21 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from areal_core.config import PPOConfig, config_from_dict
-from areal_core.data import get_dataset
 from areal_core.embedded import engine
 from areal_core.engine.checkpoint.hf_folder import save_hf
-from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import recorder_of
 from consistency.entry.which_engine import Examined, Suspect, ask_engine, by_evidence, decide
 from recorder import RecordingOptions, open_record
 
-TINY = Path(__file__).parents[1] / "debug"
+from ..replayer.conftest import tiny_config, train_sampled
+
 STEP = 2  # the last; its weights are of version 2
 DOWN = "model.layers.1.mlp.down_proj.weight"
-NORM = "model.layers.0.input_layernorm.weight"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,12 +24,8 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def train(folder, model, save_to=None, edit=None, **options):
+def train(folder, model, save_to=None, **changes):
     """Record three steps of the tiny run; `save_to` gets the weights before each."""
-    tree = yaml.safe_load((TINY / "tiny.yaml").read_text())
-    tree |= {"cluster": {"fileroot": str(folder / "files")}, "total_train_steps": STEP + 1}
-    tree["actor"] |= {"path": str(model)} | options
-    config = config_from_dict(tree, PPOConfig)
 
     def save(trainer):
         def observe(event, **facts):
@@ -45,10 +37,7 @@ def train(folder, model, save_to=None, edit=None, **options):
     def record(trainer):
         return recorder_of(trainer, folder / "record", RecordingOptions())
 
-    with PPOTrainer(
-        config, get_dataset(config.train_dataset), observers=[save, record], print_steps=False
-    ) as trainer:
-        trainer.train(workflow_kwargs={"reward_fn": f"{TINY}/rewards.py:even_share"})
+    train_sampled(tiny_config(folder, model, STEP + 1, **changes), [save, record])
     return open_record(folder / "record")
 
 
@@ -113,7 +102,6 @@ HOT = "temperature 1.2 in the engine, not in the config (temperature 1.0)"
 EXPECTED = {
     "stale": (without(), "weights", "stale weights: version 1 in the engine, 2 expected (1 behind)"),
     "one tensor": (without(DOWN), "weights", PARTIAL.format(DOWN)),
-    "one norm": (without(NORM), "weights", PARTIAL.format(NORM)),
     "top_p": (sampled_with(top_p=0.95), OPTIONS, "top_p 0.95 (config: 1) in the engine"),
     "top_k": (sampled_with(top_k=20), OPTIONS, "top_k 20 (config: no limit) in the engine"),
     "temperature": (sampled_with(temperature=1.2), OPTIONS, HOT),
@@ -146,7 +134,8 @@ def test_healthy_engines_are_not_accused(healthy, tiny_model, tmp_path):
 
 @pytest.mark.long
 def test_an_adapter_that_the_engine_lacks_is_named(tiny_model, tmp_path):
-    options = {"use_lora": True, "optimizer": {"lr": 1e-2, "warmup_steps_proportion": 0.0}}
+    optimizer = {"lr": 1e-2, "warmup_steps_proportion": 0.0}
+    options = {"actor__use_lora": True, "actor__optimizer": optimizer}
     record = train(tmp_path / "healthy", tiny_model, tmp_path / "weights", **options)
     with planted(never_sent):
         faulty = train(tmp_path / "faulty", tiny_model, **options)

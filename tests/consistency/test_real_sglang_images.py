@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from areal_core.data.images import data_url
 from areal_core.data.processor import load_processor
 from areal_core.rollout.types import Sampling
 from areal_core.testing.tiny_vision import make_tiny_vision_model
@@ -16,7 +15,6 @@ from consistency.check import check
 from consistency.live import Prompt, make_rescorer, query_engines, sampled_of, vocabulary_of
 from consistency.score import load_scorer
 from consistency.transforms import select_rows
-from tests.command_line import invoke
 
 from .test_planted_images import picture as planted_picture
 
@@ -99,7 +97,6 @@ def other_folder(model, folder, **options):
     ("options", "name"),
     [
         ({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}, "pixels normalised by CLIP"),
-        ({"resample": 2}, "images resized by the bicubic kernel"),
         ({"size": {"shortest_edge": 1568, "longest_edge": 6272}}, "images of at most 12544 pixels"),
     ],
 )
@@ -109,13 +106,3 @@ def test_processor_of_the_server_is_named(model, address, processor, tmp_path, o
     assert (verdict, cause) == ("mismatch", "R62")
     assert name in text
     assert ("R63" in [one.id for one in found.causes]) == ("size" in options)
-
-
-def test_verb_reads_prompts_with_images(model, address, tmp_path):
-    rows = [{"messages": chat(1), "images": [data_url(picture(row))]} for row in range(8)]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--engine", address, "--model", str(model), "--prompts", str(prompts), "--json"]
-    done = invoke("consistency", *options, "--max-new-tokens", "24")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["verdict"] == "healthy"

@@ -53,11 +53,6 @@ def reports_the_version_before_the_load(server: EmbeddedServer) -> None:
     server._load_from_group = early
 
 
-def has_two_faults(server: EmbeddedServer) -> None:
-    keeps_the_prefix_cache(server)
-    reports_the_version_before_the_load(server)
-
-
 def serve(plant, model: str, host: str, port: int) -> None:
     server = EmbeddedServer(model)
     plant(server)

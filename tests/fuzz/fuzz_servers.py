@@ -19,77 +19,8 @@ from ..agent.conftest import TEMPLATE
 from .inputs import Case, Files
 from .targets import Target
 
-WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
-TOOL = {"type": "function", "function": WEATHER}
-CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-MESSAGES = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": [{"type": "text", "text": "?"}]},
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": "c", "content": "rain"},
-]
-SAMPLING = {
-    "temperature": 0.5,
-    "top_p": 0.9,
-    "stop": ["x"],
-    "stream": False,
-    "seed": 1,
-    "logit_bias": {"5": 1},
-}
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {
-        "model": "m",
-        "messages": MESSAGES,
-        "tools": [TOOL],
-        "tool_choice": "auto",
-        "n": 1,
-        "max_tokens": 9,
-        "logprobs": True,
-        "top_logprobs": 0,
-        "response_format": {"type": "text"},
-        **SAMPLING,
-    },
-    "/v1/completions": {
-        "model": "m",
-        "prompt": "2+2=",
-        "max_tokens": 4,
-        "echo": True,
-        "logprobs": 1,
-        **SAMPLING,
-    },
-    "/v1/responses": {
-        "model": "m",
-        "input": [{"role": "user", "content": [{"type": "input_text", "text": "?"}]}],
-        "instructions": "Be brief.",
-        "tools": [{"type": "function", **WEATHER}],
-        "max_output_tokens": 9,
-        "text": {"format": {"type": "text"}},
-        "temperature": 0.5,
-        "stream": False,
-    },
-    "/v1/messages": {
-        "model": "m",
-        "max_tokens": 9,
-        "system": [{"type": "text", "text": "Be brief."}],
-        "messages": [{"role": "user", "content": "?"}],
-        "stop_sequences": ["x"],
-        "stream": False,
-        "tools": [{"name": "weather", "input_schema": WEATHER["parameters"]}],
-        "tool_choice": {"type": "auto"},
-    },
-    "/v1/messages/count_tokens": {
-        "model": "m",
-        "messages": [{"role": "user", "content": "?"}],
-        "system": "s",
-    },
-    "/v1/rl/set_reward": {"reward": 0.5, "interaction_id": None},
-    "/v1/export_trajectories": {"session_id": "x"},
-}
-ANSWERS = [
-    "4",
-    '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>',
-    "<think>5</think>6",
-]
+GIVEN = json.loads(Path(__file__).with_name("servers.json").read_text())
+ANSWERS: list[str] = GIVEN["answers"]
 
 
 class Scripted:
@@ -110,7 +41,7 @@ def proxy_bases(folder: Path) -> dict[str, Files]:
     headers = b"Bearer SESSION"
     return {
         path: {"path": path.encode(), "body.json": json.dumps(body).encode(), "authorization": headers}
-        for path, body in BODIES.items()
+        for path, body in GIVEN["bodies"].items()
     }
 
 
@@ -139,52 +70,6 @@ def run_proxy(case: Case, box: Path) -> None:
 
 # Replies of inference servers
 
-SGLANG_REPLY = {
-    "text": "ab",
-    "meta_info": {
-        "id": "r",
-        "finish_reason": {"type": "stop", "matched": 2},
-        "completion_tokens": 2,
-        "prompt_tokens": 3,
-        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]],
-        "weight_version": "3",
-        "weight_versions": [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}],
-        "input_token_logprobs": [[None, 4, None], [-0.5, 5, None], [-0.5, 6, None]],
-    },
-}
-VLLM_REPLY = {
-    "request_id": f"{vllm_wire.REQUEST}r",
-    "choices": [
-        {
-            "token_ids": [7, 8],
-            "finish_reason": "stop",
-            "logprobs": {"content": [{"logprob": -0.5, "token_id": 7}, {"logprob": -0.25, "token_id": 8}]},
-            "weight_versions": [{"version": "3", "start": 0, "end": 2}],
-        }
-    ],
-    "prompt_logprobs": [{"5": {"logprob": -0.5}}, {"6": {"logprob": -1.0}}],
-}
-CHECKSUMS = {"ranks": [{"checksums": {"a.weight": "00"}, "parallelism_info": [{"tp_size": 1}]}]}
-VLLM_CONFIG = {
-    "model_config": {"model": "m", "dtype": "x", "logprobs_mode": "processed_logprobs"},
-    "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
-    "weight_transfer_config": {"backend": "areal"},
-    "device_config": {"device": "cpu"},
-    "lora_config": None,
-}
-IDENTITY = {
-    "version": "0.5.5",
-    "model_path": "m",
-    "architectures": ["X"],
-    "weight_version": "3",
-    "device": "cpu",
-    "dtype": "float32",
-    "enable_lora": False,
-    "tp_size": 1,
-    "loaded_adapters": ["a"],
-    "checksums": {"a": "0"},
-    "vllm_config": VLLM_CONFIG,
-}
 ASKED, SCORED = Asked("r", 2, 100, 3), Asked("", 2, None, None)
 SGLANG, VLLM = sglang_wire.SGLANG, vllm_wire.VLLM
 
@@ -209,15 +94,13 @@ READERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def reply_bases(folder: Path) -> dict[str, Files]:
-    documents = {
-        "sglang": SGLANG_REPLY,
-        "sglang score": SGLANG_REPLY,
-        "vllm": VLLM_REPLY,
-        "vllm score": VLLM_REPLY,
-    }
-    documents |= {"checksums": CHECKSUMS}
+    replies = GIVEN["replies"]
+    documents = replies | {f"{engine} score": replies[engine] for engine in ("sglang", "vllm")}
     return {
-        name: {"reader": name.encode(), "body.json": json.dumps(documents.get(name, IDENTITY)).encode()}
+        name: {
+            "reader": name.encode(),
+            "body.json": json.dumps(documents.get(name, replies["identity"])).encode(),
+        }
         for name in READERS
     }
 

@@ -6,20 +6,12 @@ import shutil
 import pytest
 
 from recorder import DamagedRecord, Recording, RecordingOptions, RecordWriter, Retention, open_record, verify
-from recorder.archive.extract import extract_record
-from recorder.archive.pack import archive_record
 from recorder.header import Gaps, write_gaps
 from recorder.integrity.chain import missing_steps, without_ranges
 from recorder.testing import scripted_batch, send_step
 from tests.recorder.test_continued import start_facts
 
 STEP = "steps/00000{}"
-
-
-def start(folder, first_step):
-    writer = RecordWriter(folder, options=RecordingOptions(first_step=first_step))
-    writer("start", **start_facts())
-    return writer
 
 
 def problems(record):
@@ -104,31 +96,6 @@ def test_missing_steps_are_counted_from_ranges_and_not_one_by_one():
     assert list(without_ranges(2, 9, ((0, 20),))) == []
 
 
-def test_a_run_that_failed_has_an_end_mark_that_says_so(tmp_path):
-    writer = start(tmp_path / "record", 0)
-    send_step(writer, 0, scripted_batch([3]))
-    assert verify(tmp_path / "record").end is None
-    writer("end", steps=1, error="OSError: x")
-    end = verify(tmp_path / "record").end
-    assert (end.finished, end.last.step) == (False, 0)
-
-
-def test_a_resumed_run_continues_the_chain_and_moves_the_end_mark(tmp_path):
-    folder = tmp_path / "record"
-    first = start(folder, 0)
-    for step in range(4):
-        send_step(first, step, scripted_batch([3], seed=step))
-    first("end", steps=4, error="killed")
-    second = start(folder, 2)  # steps 2 and 3 are trained again
-    assert not (folder / "end.json").exists()
-    for step in (2, 3, 4):
-        send_step(second, step, scripted_batch([3], seed=10 + step))
-    second("end", steps=5, error=None)
-    report = verify(folder)
-    assert (report.problems, report.steps_ok) == ((), (0, 1, 2, 3, 4))
-    assert (report.end.finished, report.end.last.step) == (True, 4)
-
-
 def test_a_run_that_never_started_leaves_the_end_mark_of_the_record_alone(record):
     before = verify(record)
     writer = RecordWriter(record, options=RecordingOptions(overwrite=True))
@@ -148,11 +115,3 @@ def test_retention_and_dropped_steps_keep_a_chain_that_verifies(tmp_path):
     assert (report.problems, report.steps_ok) == ((), (0, 3, 6, 7))
     write_gaps(tmp_path / "record", Gaps(dropped=(4,)))  # somebody removed the steps, not retention
     assert verify(tmp_path / "record").steps_missing == (1, 2, 5)
-
-
-def test_an_archive_keeps_chain_and_end_mark(record, tmp_path):
-    archive_record(record, tmp_path / "a.zip")
-    assert verify(tmp_path / "a.zip").problems == ()
-    assert verify(tmp_path / "a.zip").end == verify(record).end
-    extract_record(tmp_path / "a.zip", tmp_path / "again")
-    assert verify(tmp_path / "again") == verify(record)

@@ -15,10 +15,10 @@ from areal_core.rollout.episodes import assemble
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_core.testing import complete_response
 from areal_core.testing.tiny_vision import make_tiny_processor
-from recorder import RecordingOptions, RecordWriter
+from recorder import RecordingOptions
 from recorder.environment import folder_identity
-from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, send_step
+from tests.recorder.ranks import begin
 
 PICTURES = [row["images"][0] for row in shape_rows(num_rows=3, size=32)]
 PROCESSOR = VisionProcessor(make_tiny_processor("qwen2_5_vl"))
@@ -102,10 +102,8 @@ def write_agent_record(
     if model is not None:
         PROCESSOR.tokenizer.save_pretrained(model)
         header = replace(header, tokenizer=folder_identity(str(model)))
-    folder.mkdir(parents=True)
-    writer = RecordWriter(folder, options=RecordingOptions(text=True))
+    (writer,) = begin(folder, options=RecordingOptions(text=True), header=header)
     writer.tokenizer = PROCESSOR.tokenizer
-    write_header(folder, header)
     send_step(writer, 0, batch)
     writer("end", steps=1, error=None)
     return folder

@@ -2,15 +2,13 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recorder import Recording, RecordingOptions, RecordWriter, Retention, commit_anchor
+from recorder import Recording, RecordingOptions, Retention, commit_anchor
 from recorder.documents import checksum
-from recorder.header import write_header
-from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, send_step
-from tests.recorder.ranks import on_ranks
+from recorder.testing import scripted_batch, send_step
+from tests.recorder.ranks import begin, on_ranks
 
 
 class Words:
@@ -32,10 +30,7 @@ def write_full_record(
 ) -> None:
     """Write the last three of some steps, with plans, an anchor and gaps; batches by step and rank."""
     options = RecordingOptions(Recording("full"), text=text, retention=Retention(keep_last=3))
-    writers = [RecordWriter(folder, r, num_ranks, g, options) for r, g in enumerate(gatherers(num_ranks))]
-    folder.mkdir(parents=True)
-    sizes = {"num_ranks": num_ranks, "world_size": num_ranks, "recording": options.recording}
-    write_header(folder, replace(SCRIPTED_HEADER, **sizes))
+    writers = begin(folder, num_ranks, options)
 
     def run(rank: int) -> None:
         writers[rank].tokenizer = Words()

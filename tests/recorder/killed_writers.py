@@ -2,6 +2,8 @@
 
 killed_writers.py FOLDER stages
     one rank, killed at its n-th call to the disk, in FOLDER/n, for n = 1, 2, ...
+killed_writers.py FOLDER pictures EVERY
+    one rank with pictures, killed at every EVERY-th call
 killed_writers.py FOLDER times RANKS QUEUE KEEP TRIALS
     all ranks killed after a random time, in FOLDER/0, FOLDER/1, ...; the steps that rank 0 had
     committed by then are in FOLDER/0.committed
@@ -19,11 +21,14 @@ from pathlib import Path
 
 import recorder.writer
 from recorder import Recording, RecordingOptions, RecordWriter, Retention
-from recorder.testing import SCRIPTED_HEADER, in_step, scripted_batch, send_step
+from recorder.testing import SCRIPTED_HEADER, in_step, scripted_batch, send_step, start_facts
 from recorder.writer import alone
+from tests.recorder.pictured import png, with_pictures
 
 fork = multiprocessing.get_context("fork")
 BATCHES = [scripted_batch([3, 8, 6], seed=seed) for seed in range(200)]
+PICTURE_OPTIONS = RecordingOptions(retention=Retention(keep_last=2))
+NUM_PICTURE_STEPS = 4
 
 
 def record_steps(folder, rank, num_ranks, gather, options, num_steps):
@@ -53,6 +58,21 @@ def until_call(last_call, names, record, folder):
     for name in names:
         setattr(os, name, counted(getattr(os, name)))
     record(folder)
+
+
+def picture_batch(step):
+    """Return a batch with a picture of its own, one of every second step, and one of all."""
+    rows = [[png(step), png(100 + step % 2)], [png(step)], [], [png(200)]]
+    return in_step(with_pictures(scripted_batch([3, 4, 5, 6], seed=step), rows), step)
+
+
+def record_pictures(folder, options=PICTURE_OPTIONS, first_step=0):
+    writer = RecordWriter(folder, options=options)
+    recorder.writer.describe_run = lambda facts, recording: SCRIPTED_HEADER  # the real one imports torch
+    writer("start", **start_facts())
+    for step in range(first_step, NUM_PICTURE_STEPS):
+        send_step(writer, step, picture_batch(step))
+    writer("end", steps=NUM_PICTURE_STEPS, error=None)
 
 
 def kill_at_calls(root, record, names, every=1):
@@ -128,6 +148,9 @@ if __name__ == "__main__":
             lambda f: record_steps(f, 0, 1, alone, RecordingOptions(), num_steps=2),
             ("fsync", "mkdir", "rename", "unlink"),
         )
+    elif sys.argv[2] == "pictures":
+        calls = ("fsync", "mkdir", "rename", "unlink", "rmdir")
+        kill_at_calls(folder, record_pictures, calls, int(sys.argv[3]))
     else:
         num_ranks, queue_steps, keep_last, trials = map(int, sys.argv[3:])
         kill_at_random_times(folder, num_ranks, queue_steps, keep_last or None, trials)

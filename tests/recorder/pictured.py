@@ -2,16 +2,15 @@
 
 import io
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from recorder import RecordingOptions, RecordWriter
-from recorder.header import write_header
-from recorder.testing import SCRIPTED_HEADER, in_step, scripted_batch, send_step
+from recorder import RecordingOptions
+from recorder.testing import in_step, scripted_batch, send_step
+from tests.recorder.ranks import begin
 
 
 def png(seed: int, width: int = 8, height: int = 6) -> bytes:
@@ -43,9 +42,7 @@ def write_pictured_record(
     folder: Path, num_steps: int = 3, options: RecordingOptions = RecordingOptions()
 ) -> None:
     """Write a record of `pictured_batch`es."""
-    writer = RecordWriter(folder, options=options)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_header(folder, replace(SCRIPTED_HEADER, recording=options.recording))
+    (writer,) = begin(folder, options=options)
     for step in range(num_steps):
         send_step(writer, step, pictured_batch(step))
     writer("end", steps=num_steps, error=None)

@@ -1,6 +1,31 @@
-"""Ranks of a run as threads of this process."""
+"""Ranks of a run as threads of this process, and the writers of a record of theirs."""
 
 import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from recorder import RecordingOptions, RecordWriter
+from recorder.header import write_header
+from recorder.testing import SCRIPTED_HEADER, gatherers
+
+
+def begin(
+    folder: Path,
+    num_ranks: int = 1,
+    options: RecordingOptions = RecordingOptions(),
+    header: Any = SCRIPTED_HEADER,
+    **of_writers: Any,
+) -> list[RecordWriter]:
+    """Begin a record; return the writer of each rank."""
+    writers = [
+        RecordWriter(folder, rank, num_ranks, gather, options, **of_writers)
+        for rank, gather in enumerate(gatherers(num_ranks))
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = {"num_ranks": num_ranks, "world_size": num_ranks, "recording": options.recording}
+    write_header(folder, replace(header, **sizes))
+    return writers
 
 
 def on_ranks(num_ranks, work):

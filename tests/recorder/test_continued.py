@@ -16,6 +16,7 @@ HEADER = replace(SCRIPTED_HEADER, num_ranks=1)
 def continue_record(folder, first_step, num_steps, **options):
     writer = RecordWriter(folder, options=RecordingOptions(first_step=first_step, **options))
     writer("start", **start_facts())
+    assert not (folder / "end.json").exists()
     for step in range(first_step, first_step + num_steps):
         send_step(writer, step, scripted_batch([3, 4], seed=step))
     writer("end", steps=num_steps, error=None)
@@ -29,7 +30,9 @@ def test_steps_after_the_checkpoint_are_recorded_again(tmp_path):
     assert record.steps == (0, 1, 2, 3, 4)
     assert [record.step(step).num_rows(0) for step in record.steps] == [4, 4, 4, 2, 2]
     assert record.header == open_record(tmp_path / "record").header
-    assert verify(tmp_path / "record").intact
+    report = verify(tmp_path / "record")
+    assert report.intact
+    assert (report.end.finished, report.end.last.step) == (True, 4)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,21 +21,14 @@ from recorder import (
     verify,
 )
 from recorder.header import write_header
-from recorder.testing import SCRIPTED_HEADER, gatherers, in_step, scripted_batch, send_step
-from tests.recorder.ranks import on_ranks
+from recorder.testing import SCRIPTED_HEADER, in_step, scripted_batch, send_step
+from tests.recorder.ranks import begin, on_ranks
 
 FULL_IN_STEP = 3
 
 
 def start_writers(folder, num_ranks, messages, **options):
-    options = RecordingOptions(**options)
-    writers = [
-        RecordWriter(folder, rank, num_ranks, gather, options, notify=messages.append)
-        for rank, gather in enumerate(gatherers(num_ranks))
-    ]
-    folder.mkdir(exist_ok=True)
-    write_header(folder, replace(SCRIPTED_HEADER, num_ranks=num_ranks, recording=options.recording))
-    return writers
+    return begin(folder, num_ranks, RecordingOptions(**options), notify=messages.append)
 
 
 def run_on_ranks(writers, num_steps, batch):
@@ -268,9 +260,6 @@ def test_a_failing_disk_is_reported_even_when_the_run_fails_for_another_reason(t
 
 def test_sampled_steps_leave_gaps_that_are_no_damage(tmp_path):
     (writer,) = start_writers(tmp_path, 1, [], recording=Recording("plan", every=3))
-    write_header(
-        tmp_path, SCRIPTED_HEADER.__class__(**vars(SCRIPTED_HEADER) | {"recording": Recording("plan", 3)})
-    )
     for step in range(8):
         send_step(writer, step, scripted_batch([3], seed=step))
     record = open_record(tmp_path)

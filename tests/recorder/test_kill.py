@@ -13,15 +13,15 @@ import recorder.writer
 from areal_core.safety.lock import live_holder
 from recorder import NotARecord, open_record, verify
 from recorder.testing import in_step, scripted_batch
-from tests.recorder.killed_picture_writers import NUM_STEPS, OPTIONS, batch_of, record
+from tests.recorder.killed_writers import NUM_PICTURE_STEPS, PICTURE_OPTIONS, picture_batch, record_pictures
 
 KILLS = int(os.environ.get("AREAL_TEST_KILLS", "500"))
-PROGRAM = Path(__file__).parent / "killed_writers.py"
+ROOT = Path(__file__).parents[2]
 
 
 def kill_writers(folder, *how):
-    arguments = [str(argument) for argument in (PROGRAM, folder, *how)]
-    subprocess.run([sys.executable, *arguments], check=True, timeout=600)
+    program = [sys.executable, "-m", "tests.recorder.killed_writers"]
+    subprocess.run([*program, *map(str, (folder, *how))], check=True, timeout=600, cwd=ROOT)
     return sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: int(path.name))
 
 
@@ -88,29 +88,24 @@ def test_500_kills_lose_no_committed_step(tmp_path, num_ranks, queue_steps, keep
     assert num_caught > KILLS // 40
 
 
-ROOT = Path(__file__).parents[2]
-
-
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.long)])
 def test_a_kill_at_a_call_to_the_disk_loses_no_picture_of_a_committed_step(tmp_path, every, monkeypatch):
     monkeypatch.setattr(recorder.writer, "describe_run", recorder.writer.describe_run)  # restored afterwards
-    program = [sys.executable, "-m", "tests.recorder.killed_picture_writers"]
-    subprocess.run([*program, str(tmp_path), str(every)], check=True, timeout=600, cwd=ROOT)
     seen = set()
-    for folder in tmp_path.iterdir():
+    for folder in kill_writers(tmp_path, "pictures", every):
         if not (folder / "record.json").exists():
             continue
         found = open_record(folder)
         for number in found.steps:
-            assert found.step(number).image_data(0).tobytes() == batch_of(number)["image_data"].tobytes()
+            assert found.step(number).image_data(0).tobytes() == picture_batch(number)["image_data"].tobytes()
         report = verify(folder)
         assert report.steps_ok == found.steps
         assert {problem.kind for problem in report.problems} <= {"unfinished"}
         seen.add(found.steps)
-        first = found.steps[-1] + 1 if found.steps else NUM_STEPS
-        if first < NUM_STEPS:  # the run goes on from a checkpoint after its last step
-            record(folder, replace(OPTIONS, first_step=first), first)
+        first = found.steps[-1] + 1 if found.steps else NUM_PICTURE_STEPS
+        if first < NUM_PICTURE_STEPS:  # the run goes on from a checkpoint after its last step
+            record_pictures(folder, replace(PICTURE_OPTIONS, first_step=first), first)
             assert verify(folder).problems == ()
-            assert open_record(folder).steps == (NUM_STEPS - 2, NUM_STEPS - 1)
+            assert open_record(folder).steps == (NUM_PICTURE_STEPS - 2, NUM_PICTURE_STEPS - 1)
             assert len(list((folder / "images").iterdir())) == 5  # of the two steps
     assert {(0,), (0, 1), (1, 2)} <= seen

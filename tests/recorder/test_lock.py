@@ -212,24 +212,6 @@ def test_exactly_one_of_eight_contenders_wins(tmp_path, remains):
     assert not lock.exists()
 
 
-def test_a_killed_run_resumes_its_record(tmp_path):
-    folder = tmp_path / "record"
-
-    def first():
-        send(started(folder), 0, 1)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    process = fork.Process(target=first)
-    process.start()
-    process.join(60)
-    assert (folder / "writer.lock").exists()
-    again = started(folder, first_step=1)
-    send(again, 1, 2)
-    again("end", steps=3, error=None)
-    assert verify(folder).steps_ok == (0, 1, 2)
-    assert verify(folder).intact
-
-
 def test_an_import_a_clearing_and_an_archive_are_refused_where_a_run_writes(tmp_path):
     from areal_debug.train.script_options import clear_for_record
     from recorder.trainers.importing import import_record

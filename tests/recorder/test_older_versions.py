@@ -9,7 +9,6 @@ import pytest
 
 import recorder
 from recorder import open_record, verify
-from recorder.documents import checksum
 from recorder.testing import write_scripted_record, write_worked_example
 from tests.command_line import printed
 from tests.recorder.document_reader import read_by_the_document
@@ -58,14 +57,6 @@ def test_a_newer_version_ends_a_verb_with_one_sentence(tmp_path, file):
 
 
 DOCUMENT = (Path(recorder.__file__).parent / "FORMAT.md").read_text()
-CHECKSUMS = {
-    "end.json": "7a875b7e",
-    "record.json": "a985d436",
-    "steps/000000/batch-00000-of-00001.safetensors": "416b5c37",
-    "steps/000000/outcome-00000-of-00001.json": "eec03254",
-    "steps/000000/plan-00000-of-00001.json": "893bd5f3",
-    "steps/000000/step.json": "e0debf65",
-}
 
 
 @pytest.fixture
@@ -74,12 +65,8 @@ def example(tmp_path):
     return {str(path.relative_to(tmp_path)): path for path in tmp_path.rglob("*") if path.is_file()}
 
 
-def test_the_format_has_not_changed(example):
-    """When this fails the format has changed: raise FORMAT_VERSION and document it in FORMAT.md."""
-    assert {name: checksum(path.read_bytes()) for name, path in example.items()} == CHECKSUMS
-
-
 def test_the_document_lists_every_file_as_it_is(example):
+    """When this fails the format has changed: raise FORMAT_VERSION and document it in FORMAT.md."""
     listed = dict(
         re.findall(r"^`([\w./-]+)`, [^\n]*:\n\n```(?:json|hex)\n(.*?)```", DOCUMENT, re.DOTALL | re.MULTILINE)
     )

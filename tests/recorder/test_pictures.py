@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,14 +9,13 @@ import torch
 
 from recorder import DamagedRecord, Retention, open_record, verify
 from recorder.documents import checksummed_bytes, parse_checksummed
-from recorder.header import write_header
 from recorder.pictures.shared import SharedPictures, write_pictures
 from recorder.resume import resume_record
-from recorder.testing import SCRIPTED_HEADER, gatherers, in_step, scripted_batch, send_step, start_facts
+from recorder.testing import in_step, scripted_batch, send_step, start_facts
 from recorder.writer import RecordingOptions, RecordWriter
 from replayer.source import recorded_batch
 from tests.recorder.pictured import pictured_batch, png, with_pictures, write_pictured_record
-from tests.recorder.ranks import on_ranks
+from tests.recorder.ranks import begin, on_ranks
 
 
 def digest(picture):
@@ -42,9 +40,7 @@ def test_pixels_of_a_batch_are_kept_and_padded_as_they_were(tmp_path):
         "image_grid_thw": np.array([[1, 1, 2], [1, 1, 3]], np.int64),
         "pixel_values": torch.from_numpy(pixels).to(torch.bfloat16),
     }
-    writer = RecordWriter(tmp_path / "record")
-    (tmp_path / "record").mkdir()
-    write_header(tmp_path / "record", SCRIPTED_HEADER)
+    (writer,) = begin(tmp_path / "record")
     send_step(writer, 0, given)
     writer("end", steps=1, error=None)
     found = recorded_batch(open_record(tmp_path / "record").step(0), 0)
@@ -146,11 +142,8 @@ def test_a_resumed_run_drops_pictures_of_removed_steps_and_of_killed_writers(rec
 
 
 def test_ranks_share_pictures(tmp_path):
-    folder, barriers = tmp_path / "record", gatherers(3)
-    options = RecordingOptions(queue_steps=2, retention=Retention(keep_last=2))
-    writers = [RecordWriter(folder, rank, 3, gather, options) for rank, gather in enumerate(barriers)]
-    folder.mkdir()
-    write_header(folder, replace(SCRIPTED_HEADER, num_ranks=3, world_size=3))
+    folder, options = tmp_path / "record", RecordingOptions(queue_steps=2, retention=Retention(keep_last=2))
+    writers = begin(folder, 3, options)
 
     def run(rank):
         for step in range(6):  # the same pictures on all ranks, and in every second step

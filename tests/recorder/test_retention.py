@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recorder import Retention, StepNotRecorded, open_record, verify
-from recorder.header import Gaps, write_gaps
 from recorder.retention import steps_to_remove
 from recorder.testing import write_scripted_record
 from recorder.writer import RecordingOptions
@@ -58,13 +57,3 @@ def test_a_record_within_limits_is_intact_and_reports_why_a_step_is_missing(tmp_
         StepNotRecorded, match=r"step 4 was removed to keep .*: it holds 6 steps from 0 to 11"
     ):
         record.step(4)
-
-
-def test_a_removal_cut_short_leaves_no_damage(tmp_path):
-    write_scripted_record(tmp_path / "record", num_steps=4)
-    write_gaps(tmp_path / "record", Gaps(removed=((0, 1),)))  # written, but the folders are still there,
-    (tmp_path / "record/steps/000000/step.json").unlink()  # one of them half
-    (tmp_path / "record/gaps.json.tmp").write_text("{")  # and the next removal had just started
-    assert open_record(tmp_path / "record").steps == (2, 3)
-    report = verify(tmp_path / "record")
-    assert (report.problems, report.steps_ok) == ((), (2, 3))

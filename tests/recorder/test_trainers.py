@@ -229,16 +229,14 @@ def test_config_is_plain_and_without_credentials(tmp_path):
         Recorder(tmp_path / "other", config=3)
 
 
-@pytest.mark.parametrize("resumed", [pytest.param(False, marks=pytest.mark.long), True])
-def test_a_process_without_end_loses_no_step(tmp_path, resumed):
-    if resumed:
-        with Recorder(tmp_path / "r") as recorder:
-            recorder.step(0, [BARE])
-            recorder.step(1, [BARE])
+def test_a_process_without_end_loses_no_step(tmp_path):
+    with Recorder(tmp_path / "r") as recorder:
+        recorder.step(0, [BARE])
+        recorder.step(1, [BARE])
     program = f"""
 from areal_debug import Recorder
-recorder = Recorder({str(tmp_path / "r")!r}, resume={resumed})
-for step in range({int(resumed)}, 5):
+recorder = Recorder({str(tmp_path / "r")!r}, resume=True)
+for step in range(1, 5):
     recorder.step(step, [{{"tokens": list(range(1000))}}] * 8)
 """
     subprocess.run([sys.executable, "-c", program], check=True, env=os.environ)

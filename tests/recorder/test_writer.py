@@ -1,7 +1,5 @@
 """The writer as an observer: the files that it writes, refuses to overwrite, or never changes."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,13 +8,12 @@ from recorder.documents import checksum
 from recorder.header import write_header
 from recorder.testing import (
     SCRIPTED_HEADER,
-    gatherers,
     scripted_batch,
     scripted_learning,
     send_step,
+    start_facts,
     write_scripted_record,
 )
-from tests.recorder.ranks import on_ranks
 
 
 class Letters:
@@ -29,20 +26,6 @@ class Letters:
         return "".join(chr(96 + token) for token in ids)
 
 
-def start_facts(model_path, tokenizer=None, **changes):
-    facts = {
-        "config": {"seed": 1, "allocation_mode": "fsdp:d1"},
-        "rank": 0,
-        "world_size": 1,
-        "data_parallel_rank": 0,
-        "data_parallel_size": 1,
-        "model_path": model_path,
-        "tokenizer": tokenizer,
-        "version": 0,
-    }
-    return facts | changes
-
-
 def writer_of_one_rank(folder, **options):
     return RecordWriter(folder, options=RecordingOptions(**options))
 
@@ -53,13 +36,13 @@ def test_a_run_is_recorded_through_its_events(tmp_path):
     for name in ("config.json", "tokenizer.json", "model.safetensors", "notes.md"):
         (model / name).write_text(name)
     writer = writer_of_one_rank(tmp_path / "record")
-    writer("start", **start_facts(str(model), Letters(str(model))))
+    writer("start", **start_facts() | {"model_path": str(model), "tokenizer": Letters(str(model))})
     send_step(writer, 5, scripted_batch([3, 4]))
     writer("weights", step=5, version=6, seconds=0.1)
     writer("end", steps=1, error=None)
     record = open_record(tmp_path / "record")
     assert record.steps == (5,)
-    assert record.header.config == {"seed": 1, "allocation_mode": "fsdp:d1"}
+    assert record.header.config == SCRIPTED_HEADER.config | {"allocation_mode": "fsdp:d1"}
     assert (record.header.allocation, record.header.world_size, record.header.num_ranks) == ("fsdp:d1", 1, 1)
     assert set(record.header.model["files"]) == {"config.json", "tokenizer.json", "model.safetensors"}
     assert record.header.model["files"]["config.json"] == {
@@ -90,32 +73,6 @@ def test_the_trainer_may_change_its_tensors_after_the_batch_event(tmp_path):
     assert arrays["logprobs"].tobytes() == expected["logprobs"][expected["attention_mask"]].tobytes()
 
 
-def writers_of_two_ranks(folder, **options):
-    folder.mkdir(exist_ok=True)
-    return [
-        RecordWriter(folder, rank, 2, gather, RecordingOptions(**options))
-        for rank, gather in enumerate(gatherers(2))
-    ]
-
-
-@pytest.mark.parametrize("queue_steps", [0, 2])
-def test_two_ranks_commit_one_step(tmp_path, queue_steps):
-    writers = writers_of_two_ranks(tmp_path, queue_steps=queue_steps)
-    write_header(tmp_path, replace(SCRIPTED_HEADER, num_ranks=2))
-
-    def work(rank):
-        send_step(writers[rank], 0, scripted_batch([3, 4], seed=rank))
-        writers[rank]("end", steps=1, error=None)
-
-    assert on_ranks(2, work) == [None, None]
-    step = open_record(tmp_path).step(0)
-    assert sorted(step.manifest.files) == [
-        f"{kind}-0000{rank}-of-00002.json" for kind in ("outcome", "plan") for rank in (0, 1)
-    ]
-    assert step.batch(1)["versions"].max() == 1
-    assert not list(tmp_path.rglob("*.tmp")) + list(tmp_path.rglob("manifest-*"))
-
-
 def test_recording_into_a_record_is_refused_unless_requested(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=3)
     with pytest.raises(
@@ -124,7 +81,7 @@ def test_recording_into_a_record_is_refused_unless_requested(tmp_path):
         writer_of_one_rank(tmp_path / "record")
     writer = writer_of_one_rank(tmp_path / "record", overwrite=True)
     assert open_record(tmp_path / "record").steps == (0, 1, 2)  # nothing is lost before the run has started
-    writer("start", **start_facts("model"))
+    writer("start", **start_facts())
     assert open_record(tmp_path / "record").steps == ()
     send_step(writer, 0, scripted_batch([3]))
     assert open_record(tmp_path / "record").steps == (0,)
@@ -146,7 +103,7 @@ def test_files_that_are_no_part_of_a_record_are_never_deleted(tmp_path, overwrit
 def test_an_overwrite_killed_half_way_leaves_a_record_that_can_be_overwritten(tmp_path):
     write_scripted_record(tmp_path / "record", num_steps=3)
     (tmp_path / "record/steps/000001/step.json").unlink()
-    writer_of_one_rank(tmp_path / "record", overwrite=True)("start", **start_facts("model"))
+    writer_of_one_rank(tmp_path / "record", overwrite=True)("start", **start_facts())
     assert open_record(tmp_path / "record").steps == ()
 
 

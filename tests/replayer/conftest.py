@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from areal_core.config import PPOConfig, config_from_dict
+from areal_core.data import get_dataset
 from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import recorder_of
 from recorder import Record, Recording, RecordingOptions, open_record
@@ -53,15 +54,29 @@ def tiny_config(folder, model, num_steps, **changes):
     return config_from_dict(tree, PPOConfig)
 
 
+class EditedRollouts(RandomRollouts):
+    """Random rows, four of each prompt, which `edit(batch, step)` changes before the run sees them."""
+
+    def __init__(self, edit, vocabulary=100, num_prompts=4):
+        super().__init__(vocabulary, num_prompts, 4, longest=16, seed=1)
+        self.edit = edit
+
+    def next_batch(self, step, version):
+        return self.edit(super().next_batch(step, version), step)
+
+
+def train_sampled(config, observers, reward="even_share"):
+    """Train on what the embedded engine samples, with a reward of `debug/rewards.py`."""
+    dataset = get_dataset(config.train_dataset)
+    with PPOTrainer(config, dataset, observers=observers, print_steps=False) as trainer:
+        trainer.train(workflow_kwargs={"reward_fn": f"{TINY.parent}/rewards.py:{reward}"})
+
+
 def train_and_record(folder, model, num_steps, edit=lambda batch, step: batch, **changes) -> TinyRun:
     """Train on random tokens and record it; `edit` changes batches before the run sees them."""
     config = tiny_config(folder, model, num_steps, **changes)
     run = TinyRun(str(folder / "record"))
     options = RecordingOptions(Recording(config.debug.dump_scope), text=True)
-
-    class Rollouts(RandomRollouts):
-        def next_batch(self, step, version):
-            return edit(super().next_batch(step, version), step)
 
     def note_weights(trainer):
         def observe(event, **facts):
@@ -72,7 +87,7 @@ def train_and_record(folder, model, num_steps, edit=lambda batch, step: batch, *
 
     with PPOTrainer(
         config,
-        source=lambda trainer: Rollouts(100, 4, 4, longest=16, seed=1),
+        source=lambda trainer: EditedRollouts(edit),
         observers=[note_weights, lambda trainer: recorder_of(trainer, folder / "record", options)],
         total_steps=num_steps,
         print_steps=False,
@@ -90,13 +105,3 @@ def one_thread():
 def tiny_run(tmp_path_factory, tiny_model) -> TinyRun:
     """Ten steps with anchors before steps 4 and 8. Not to be changed."""
     return train_and_record(tmp_path_factory.mktemp("tiny"), tiny_model, 10, debug__anchor_every_steps=4)
-
-
-def giving(function):
-    """Return a fixture that is a function of this file."""
-    return pytest.fixture(scope="session")(lambda: function)
-
-
-# record_run(folder, model, num_steps, edit=..., actor__eps_clip=0.3) returns a TinyRun
-record_run, tiny_config_of = giving(train_and_record), giving(tiny_config)
-weights_of, files_of = giving(digest_weights), giving(digest_files)

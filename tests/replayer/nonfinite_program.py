@@ -6,33 +6,17 @@ Arguments: folder, model folder, allocation of the trainer, what is broken.
 import math
 from pathlib import Path
 
-import yaml
-
-from areal_core.config import PPOConfig, RWConfig, SFTConfig, config_from_dict
+from areal_core.config import RWConfig, SFTConfig, config_from_dict
 from areal_core.errors import NonFiniteError
 from areal_core.trainer.reward_model import RWTrainer
 from areal_core.trainer.rl import PPOTrainer
 from areal_core.trainer.sft import SFTTrainer
-from replayer.preflight.real_steps import RandomRollouts
 
-TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
+from .conftest import EditedRollouts, tiny_config
+
 MARKED = 104  # a token that no other row has
 TEXT = "~abc"
 METHODS = {"sft": (SFTConfig, SFTTrainer), "rw": (RWConfig, RWTrainer)}
-
-
-class Rollouts(RandomRollouts):
-    def __init__(self, has_broken_row: bool, broken: str) -> None:
-        super().__init__(MARKED, 2, 4, longest=16, seed=1)
-        self.has_broken_row, self.broken = has_broken_row, broken
-
-    def next_batch(self, step, version):
-        batch = super().next_batch(step, version)
-        if self.has_broken_row:
-            batch["input_ids"][3, 0] = MARKED
-            if self.broken == "reward":
-                batch["rewards"][3] = math.nan
-        return batch
 
 
 def break_output(module, inputs, output):
@@ -46,19 +30,19 @@ def break_gradient(module, inputs, output):
 
 
 def main(folder: str, model: str, allocation: str, broken: str) -> object:
-    tree = yaml.safe_load(TINY.read_text())
-    tree |= {"cluster": {"fileroot": folder}, "allocation_mode": f"embedded|fsdp:{allocation}"}
-    tree["actor"] |= {"path": model, "use_decoupled_loss": False}
-    with PPOTrainer(
-        config_from_dict(tree, PPOConfig),
-        source=lambda trainer: Rollouts(
-            trainer.ranks.data_parallel_rank == trainer.ranks.data_parallel_size - 1, broken
-        ),
-        total_steps=2,
-        print_steps=False,
-    ) as trainer:
-        if broken in HOOKS:
-            trainer.actor.model.get_input_embeddings().register_forward_hook(HOOKS[broken])
+    changes = {"allocation_mode": f"embedded|fsdp:{allocation}", "actor__use_decoupled_loss": False}
+
+    def mark(batch, step):
+        batch["input_ids"][3, 0] = MARKED
+        return batch
+
+    def source(trainer):
+        is_last = trainer.ranks.data_parallel_rank == trainer.ranks.data_parallel_size - 1
+        return EditedRollouts(mark if is_last else lambda batch, step: batch, MARKED, num_prompts=2)
+
+    config = tiny_config(Path(folder), model, 2, **changes)
+    with PPOTrainer(config, source=source, total_steps=2, print_steps=False) as trainer:
+        trainer.actor.model.get_input_embeddings().register_forward_hook(HOOKS[broken])
         message = ""
         try:
             trainer.train()

@@ -14,6 +14,8 @@ from areal_debug.report.terminal import print_report
 from replayer.anatomy import SKETCH_SIZE, Part, remarks_of, sketch
 from replayer.explain import Explainer, explain
 
+from .conftest import train_and_record
+
 SKETCH_ERROR = math.sqrt(2 / SKETCH_SIZE)  # standard error of a cosine
 KL = {"actor__kl_loss_coef": 0.5, "actor__entropy_coef": 0.01, "actor__eps_clip": 10.0}
 
@@ -39,9 +41,9 @@ def text_of(found, record):
 
 
 @pytest.fixture(scope="module")
-def with_kl(tmp_path_factory, tiny_model, record_run):
+def with_kl(tmp_path_factory, tiny_model):
     folder = tmp_path_factory.mktemp("anatomy")
-    return record_run(folder, tiny_model, 2, ref__path=str(tiny_model), ref__dtype="float32", **KL)
+    return train_and_record(folder, tiny_model, 2, ref__path=str(tiny_model), ref__dtype="float32", **KL)
 
 
 def test_terms_and_classes_of_token_add_up_to_the_gradient(with_kl):
@@ -106,13 +108,15 @@ def test_a_detached_term_and_one_outside_of_the_mask_are_named(with_kl, monkeypa
     assert "leak acts outside of the mask" in text
 
 
-def test_prompt_tokens_in_the_mask_are_named(tmp_path, tiny_model, record_run):
+def test_prompt_tokens_in_the_mask_are_named(tmp_path, tiny_model):
     def leak(batch, step):
         mask = batch["loss_mask"].clone()
         mask[:, 1] = 1  # a token of the prompt
         return batch | {"loss_mask": mask}
 
-    run = record_run(tmp_path, tiny_model, 1, leak, actor__eps_clip=10.0, actor__use_decoupled_loss=False)
+    run = train_and_record(
+        tmp_path, tiny_model, 1, leak, actor__eps_clip=10.0, actor__use_decoupled_loss=False
+    )
     found = explain(run.path, 0, anatomy=True)
     (fault,) = [remark for remark in found.remarks if remark.is_fault]
     assert (fault.kind, fault.part) == ("outside", "prompt")

@@ -14,9 +14,10 @@ from replayer.commits.acting import ENTRIES, OF_EVERY_STAGE, files_acting, sourc
 from replayer.commits.outside import CodeDifference, code_differences, unknown_code
 from replayer.commits.warm import layers_with_own_code, search_commits
 from replayer.compare.stages import STAGES
-from replayer.preflight.real_steps import RandomRollouts
 from replayer.request import Request
 from tests.command_line import git
+
+from .conftest import EditedRollouts, tiny_config
 
 ROOT = Path(__file__).parents[2]
 late = partial(pytest.param, marks=pytest.mark.long)
@@ -187,7 +188,7 @@ AROUND = (
 
 
 @pytest.mark.long
-def test_a_real_step_runs_no_code_that_the_table_does_not_reach(tmp_path, tiny_model, tiny_config_of):
+def test_a_real_step_runs_no_code_that_the_table_does_not_reach(tmp_path, tiny_model):
     core = f"{ROOT}/areal_core/"
     ran = {event: set() for event in RUNS}
     now = [""]
@@ -200,10 +201,10 @@ def test_a_real_step_runs_no_code_that_the_table_does_not_reach(tmp_path, tiny_m
     def observe(event, **facts):
         now[0] = event
 
-    config = tiny_config_of(tmp_path, tiny_model, 1)
+    config = tiny_config(tmp_path, tiny_model, 1)
     with PPOTrainer(
         config,
-        source=lambda trainer: RandomRollouts(100, 4, 4, longest=16, seed=1),
+        source=lambda trainer: EditedRollouts(lambda batch, step: batch),
         observers=[lambda trainer: observe],
         total_steps=1,
         print_steps=False,

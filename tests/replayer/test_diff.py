@@ -1,30 +1,29 @@
 """Two scripted records with one change: reports of `diff` and `bisect-step`."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from recorder import Recording, RecordingOptions, RecordWriter, open_record
+from recorder import Recording, RecordingOptions, open_record
 from recorder.difference import Difference
-from recorder.header import write_header
-from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
+from recorder.testing import SCRIPTED_HEADER, scripted_batch, scripted_learning
 from replayer.check import HeaderComparison
 from replayer.commits.first_step import bisect_steps
 from replayer.compare.stages import StageDifference
 from replayer.diff import acts_from, diff_records, judge_difference, settle_stage
 from tests.command_line import invoke
+from tests.recorder.ranks import begin, on_ranks
 
 LENGTHS = [3, 8, 6, 4]
 UPDATE = {"loss": (0.5).hex(), "grad_norm": (1.5).hex(), "lr": (1e-6).hex()}
 
 
 class Script:
-    """One step of a record: change a member, record it, compare."""
+    """One step of a rank of a record: change a member, record it, compare."""
 
-    def __init__(self, step):
+    def __init__(self, step, rank=0):
         self.batch = scripted_batch(LENGTHS, seed=step)
         self.learning = scripted_learning(self.batch)
         self.losses = [0.5, 0.25]
@@ -32,39 +31,49 @@ class Script:
         self.stats = {"ppo_actor/advantages/avg": 0.125, "timeperf/step": 1.0}
         self.weights = {"embed": f"{step:08x}", "head": f"{step + 1:08x}"}
 
+    def micro_batches(self, minibatch):
+        """Return rows and loss of each."""
+        return [([0, 1], self.losses[minibatch])]
 
-def record(folder, num_steps=3, change=lambda step, script: None, header=SCRIPTED_HEADER, scope="full"):
-    recording = Recording(scope)
-    writer = RecordWriter(folder, options=RecordingOptions(recording))
-    folder.mkdir(parents=True)
-    write_header(folder, replace(header, recording=recording))
-    for step in range(num_steps):
-        script = Script(step)
-        change(step, script)
-        writer("batch", step=step, version=step, batch=script.batch, rng={})
-        writer("advantages", step=step, inputs=script.batch | script.learning)
-        for minibatch, loss in enumerate(script.losses):
-            writer(
-                "micro_batch",
-                step=step,
-                minibatch=minibatch,
-                micro_batch=0,
-                rows=[0, 1],
-                num_tokens=21,
-                loss=loss,
-                weight=4.0,
-            )
-            if scope == "full":
-                writer(
-                    "checksums",
-                    step=step,
-                    of="gradients",
-                    values={"embed": "0" * 8, "head": f"{int(loss * 1e6):08x}"},
-                )
-                writer("checksums", step=step, of="weights", values=script.weights)
-        plan = {"minibatches": script.updates}
-        writer("step", step=step, version=step + 1, plan=plan, stats=script.stats, checksums=script.weights)
+    def gradients(self, minibatch):
+        """Return their checksums."""
+        return {"embed": "0" * 8, "head": f"{int(self.losses[minibatch] * 1e6):08x}"}
+
+
+def record(
+    folder,
+    num_steps=3,
+    change=lambda step, script: None,
+    header=SCRIPTED_HEADER,
+    scope="full",
+    num_ranks=1,
+    script_of=Script,
+):
+    """Write a record of what `script_of(step, rank)` says, each changed before; open it."""
+    writers = begin(folder, num_ranks, RecordingOptions(Recording(scope)), header)
+
+    def run(rank):
+        for step in range(num_steps):
+            script = script_of(step, rank)
+            change(step, script)
+            send(writers[rank], step, script, scope)
+
+    assert on_ranks(num_ranks, run) == [None] * num_ranks
     return open_record(folder)
+
+
+def send(writer, step, script, scope):
+    writer("batch", step=step, version=step, batch=script.batch, rng={})
+    writer("advantages", step=step, inputs=script.batch | script.learning)
+    for minibatch in range(len(script.updates)):
+        for number, (rows, loss) in enumerate(script.micro_batches(minibatch)):
+            facts = {"micro_batch": number, "rows": rows, "num_tokens": 21, "loss": loss, "weight": 4.0}
+            writer("micro_batch", step=step, minibatch=minibatch, **facts)
+        if scope == "full":
+            writer("checksums", step=step, of="gradients", values=script.gradients(minibatch))
+            writer("checksums", step=step, of="weights", values=script.weights)
+    plan = {"minibatches": script.updates}
+    writer("step", step=step, version=step + 1, plan=plan, stats=script.stats, checksums=script.weights)
 
 
 def compare(tmp_path, change, at=1, **options):
@@ -139,28 +148,20 @@ def test_rows_are_matched_by_name_and_not_by_position(tmp_path):
     assert [difference.stage for difference in report.differences] == ["batch"]
 
 
-def test_the_same_rows_on_other_ranks_are_the_same_step(tmp_path):
-    one, script = record(tmp_path / "one", num_steps=1, scope="plan"), Script(0)
-    folder = tmp_path / "two"
-    writers = [RecordWriter(folder, rank, 2, gather) for rank, gather in enumerate(gatherers(2))]
-    folder.mkdir()
-    write_header(folder, replace(SCRIPTED_HEADER, num_ranks=2))
+class Half(Script):
+    """The rows of one of two ranks."""
 
-    def run_rank(rank):
+    def __init__(self, step, rank):
+        super().__init__(step)
         half = slice(2 * rank, 2 * rank + 2)
-        writer, plan = writers[rank], {"minibatches": script.updates}
-        writer(
-            "batch",
-            step=0,
-            version=0,
-            rng={},
-            batch={key: array[half] for key, array in script.batch.items()},
-        )
-        writer("step", step=0, version=1, plan=plan, stats=script.stats, checksums=script.weights)
+        self.batch = {key: array[half] for key, array in self.batch.items()}
+        self.learning = scripted_learning(self.batch)
 
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(run_rank, (0, 1)))
-    report = diff_records(one, open_record(folder))
+
+def test_the_same_rows_on_other_ranks_are_the_same_step(tmp_path):
+    one = record(tmp_path / "one", num_steps=1, scope="plan")
+    two = record(tmp_path / "two", num_steps=1, scope="plan", num_ranks=2, script_of=Half)
+    report = diff_records(one, two)
     assert (report.same, report.num_compared) == (True, 1)
 
 

@@ -1,17 +1,12 @@
 """Single faults in real tiny runs: `diff` reports step, stage, tensor and cause of each."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import recorder.header
-from areal_core.config import PPOConfig, config_from_dict
-from areal_core.data import get_dataset
 from areal_core.trainer.objective import PolicyObjective
-from areal_core.trainer.rl import PPOTrainer
 from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions, open_record
 from recorder.environment import environment
@@ -20,7 +15,8 @@ from replayer.diff import diff_records
 from replayer.request import Request
 from replayer.run import replay
 
-TINY = Path(__file__).parents[1] / "debug"
+from .conftest import tiny_config, train_sampled
+
 NUM_STEPS = 2
 FULL = RecordingOptions(Recording("full"))
 
@@ -36,19 +32,9 @@ def quiet_environment():
 
 
 def train(folder, model, **changes):
-    """Train the tiny configuration, sampled by the embedded engine and recorded in full."""
-    tree = yaml.safe_load((TINY / "tiny.yaml").read_text())
-    tree |= {"cluster": {"fileroot": str(folder / "files")}, "total_train_steps": NUM_STEPS}
-    tree["actor"] |= {"path": str(model)}
-    for name, value in changes.items():
-        section, _, option = name.rpartition("__")
-        (tree[section] if section else tree)[option] = value
-    config = config_from_dict(tree, PPOConfig)
-    observers = [lambda trainer: recorder_of(trainer, folder / "record", FULL)]
-    with PPOTrainer(
-        config, get_dataset(config.train_dataset), observers=observers, print_steps=False
-    ) as trainer:
-        trainer.train(workflow_kwargs={"reward_fn": f"{TINY}/rewards.py:even_share"})
+    """Train the tiny configuration, recorded in full."""
+    config = tiny_config(folder, model, NUM_STEPS, **changes)
+    train_sampled(config, [lambda trainer: recorder_of(trainer, folder / "record", FULL)])
     return folder / "record"
 
 
@@ -67,31 +53,16 @@ class Fault:
     settings: tuple[str, ...] = ()
     edit: str | None = None
     step: int = 0
-    reason: str | None = None
 
 
 EDIT = "def edit(batch, step):\n"
 FAULTS = {
     "learning rate": Fault("weights", "lr", "configuration", ("actor.optimizer.lr=2e-3",)),
-    "weight decay": Fault(
-        "weights",
-        "model.embed_tokens.weight",
-        "configuration",
-        ("actor.optimizer.weight_decay=0.9",),
-        reason="actor.optimizer.weight_decay",
-    ),
     "clip": Fault("loss", "loss of rank 0", "configuration", ("actor.eps_clip=0.0001",)),
     "discount": Fault("advantages", "returns", "configuration", ("actor.discount=0.9",)),
     "dtype": Fault("logprobs", "prox_logp", "configuration", ("actor.dtype=bfloat16",)),
     "minibatches": Fault("loss", "rows of rank 0", "configuration", ("actor.ppo_n_minibatches=1",)),
     "reward": Fault("batch", "rewards", "input", edit="    batch['rewards'][3] += 0.25\n", step=1),
-    "mask off by one": Fault(
-        "batch",
-        "loss_mask",
-        "input",
-        edit="    row = batch['loss_mask'][2]\n    row[int(row.argmax())] = 0\n",
-        step=1,
-    ),
     "dropped sample": Fault(
         "batch",
         "rows",
@@ -100,7 +71,6 @@ FAULTS = {
         "    batch = select_rows(batch, [row for row in range(len(batch['rewards'])) if row != 5])\n",
         step=1,
     ),
-    "another token": Fault("batch", "input_ids", "input", edit="    batch['input_ids'][1, 2] += 1\n", step=1),
 }
 
 
@@ -131,9 +101,8 @@ def assert_named(report, fault):
     found = (report.step, first.stage, report.verdict.cause)
     assert found == (fault.step, fault.stage, fault.cause), report.differences[:3]
     assert first.name.startswith(fault.name)
-    options = [item.where for item in report.verdict.reasons]
     if fault.settings:
-        assert options[0] == fault.settings[0].split("=")[0]
+        assert report.verdict.reasons[0].where == fault.settings[0].split("=")[0]
 
 
 def test_a_replay_is_the_same_as_its_record(recorded, tmp_path):
@@ -153,18 +122,10 @@ def test_the_stage_of_every_planted_fault_is_named(recorded, tmp_path, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("changes", "option"),
-    [
-        ({"seed": 2}, "seed"),
-        ({"train_dataset__shuffle": False}, "train_dataset.shuffle"),
-        ({"gconfig__max_new_tokens": 7}, "gconfig.max_new_tokens"),
-    ],
-)
-def test_what_changes_the_rollout_is_named(recorded, tmp_path, tiny_model, changes, option):
-    report = diff(recorded, train(tmp_path, tiny_model, **changes))
+def test_what_changes_the_rollout_is_named(recorded, tmp_path, tiny_model):
+    report = diff(recorded, train(tmp_path, tiny_model, gconfig__max_new_tokens=7))
     assert (report.step, report.first.stage, report.verdict.cause) == (0, "batch", "configuration")
-    assert report.verdict.reasons[0].where == option
+    assert report.verdict.reasons[0].where == "gconfig.max_new_tokens"
 
 
 @pytest.mark.long

@@ -6,17 +6,14 @@ import numpy as np
 from PIL import Image
 
 from recorder import open_record
-from recorder.header import write_header
-from recorder.testing import SCRIPTED_HEADER, in_step, scripted_batch, send_step
-from recorder.writer import RecordWriter
+from recorder.testing import in_step, scripted_batch, send_step
 from replayer.diff import diff_records
 from tests.recorder.pictured import png, with_pictures
+from tests.recorder.ranks import begin
 
 
 def write(folder, rows, **changes):
-    writer = RecordWriter(folder)
-    folder.mkdir()
-    write_header(folder, SCRIPTED_HEADER)
+    (writer,) = begin(folder)
     for step in range(2):
         batch = in_step(scripted_batch([3, 4, 5, 6], seed=step), step)
         send_step(writer, step, with_pictures(batch, rows[step]) | changes)

@@ -1,7 +1,6 @@
 """The pattern of a difference: claimed where the numbers prove it, and nowhere else."""
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -10,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from recorder import Recording, RecordingOptions, RecordWriter, open_record
-from recorder.header import write_header
-from recorder.testing import SCRIPTED_HEADER, gatherers, scripted_batch, scripted_learning
+from recorder import open_record
+from recorder.testing import scripted_batch, scripted_learning
 from recorder.trainers.recorder import Recorder
 from replayer.compare.patterns import causal_tensor, find_pattern, recognise
 from replayer.compare.relations import EPSILON, Pairs, Pattern, pair_of
 from replayer.compare.stages import StageDifference, compare_steps
 
-FULL = RecordingOptions(Recording("full"))
+from .test_diff import Script, record
+
 ARITHMETIC = {"scaled", "offset", "shifted", "permuted"}
 
 
@@ -213,56 +212,31 @@ def test_one_rank_is_named_with_what_happened_there():
 # In records
 
 
-LENGTHS = [7, 9, 6, 8, 7, 9, 10, 8]
+class Rank(Script):
+    """Eight rows of one rank, each of a micro-batch of its own, and the tensors of two layers."""
 
-
-class Script:
-    """A step of one rank of a record: what a test changes before it is written."""
-
-    def __init__(self, rank):
-        self.rank = rank
-        self.batch = scripted_batch(LENGTHS, seed=rank)
+    def __init__(self, step, rank):
+        super().__init__(step)
+        self.batch = scripted_batch([7, 9, 6, 8, 7, 9, 10, 8], seed=rank)
         self.batch["rewards"] = (np.arange(8) / 7).astype(np.float32)
         self.batch["prompt_id"] = 100 * rank + np.arange(8, dtype=np.int64) // 2
         self.learning = scripted_learning(self.batch)
-        # (minibatch, rows, loss) of each micro-batch
-        self.micro_batches = [(n // 4, [n], 0.5 + n + rank / 8) for n in range(8)]
+        self.order = [(row, 0.5 + row + rank / 8) for row in range(8)]
         layers = [f"layers.{layer}.{name}" for layer in (0, 1) for name in ("q", "k", "v")]
         self.weights = {name: f"{n:08x}" for n, name in enumerate(["embed_tokens", *layers, "norm"])}
-        self.gradients = dict(self.weights)
+        self.own_gradients = dict(self.weights)
+
+    def micro_batches(self, minibatch):
+        return [([row], loss) for row, loss in self.order[4 * minibatch :][:4]]
+
+    def gradients(self, minibatch):
+        return self.own_gradients
 
 
-def write(folder, change=lambda script: None, num_ranks=1):
-    """Write a record of one step and open it; `change` is called with the script of each rank."""
-    header = replace(SCRIPTED_HEADER, recording=FULL.recording, num_ranks=num_ranks, world_size=num_ranks)
-    writers = [RecordWriter(folder, r, num_ranks, g, FULL) for r, g in enumerate(gatherers(num_ranks))]
-
-    folder.mkdir()
-    write_header(folder, header)
-
-    def run(rank):
-        script, writer = Script(rank), writers[rank]
-        change(script)
-        writer("batch", step=0, version=0, batch=script.batch, rng={})
-        writer("advantages", step=0, inputs=script.batch | script.learning)
-        for minibatch in (0, 1):
-            own = [one for one in script.micro_batches if one[0] == minibatch]
-            for number, (_, rows, loss) in enumerate(own):
-                facts = {"num_tokens": 9, "loss": loss, "weight": 4.0, "micro_batch": number, "rows": rows}
-                writer("micro_batch", step=0, minibatch=minibatch, **facts)
-            writer("checksums", step=0, of="gradients", values=script.gradients)
-            writer("checksums", step=0, of="weights", values=script.weights)
-        writer("step", step=0, version=1, plan={}, stats={}, checksums=script.weights)
-
-    with ThreadPoolExecutor(num_ranks) as pool:
-        list(pool.map(run, range(num_ranks)))
-    return open_record(folder).step(0)
-
-
-def pattern_in_records(tmp_path, change, num_ranks=1):
+def pattern_in_records(tmp_path, change):
     """Return the causal difference and its pattern of two records, of which B is changed."""
-    left = write(tmp_path / "left", num_ranks=num_ranks)
-    right = write(tmp_path / "right", change, num_ranks)
+    left = record(tmp_path / "left", 1, script_of=Rank).step(0)
+    right = record(tmp_path / "right", 1, lambda step, script: change(script), script_of=Rank).step(0)
     cause = causal_tensor(compare_steps(left, right))
     return cause, find_pattern(left, right, cause)
 
@@ -286,8 +260,7 @@ def test_rows_of_other_prompts_are_shifted(tmp_path):
 )
 def test_micro_batches_in_another_order(tmp_path, order, how):
     def change(script):
-        rows = [script.micro_batches[n][1:] for n in order]
-        script.micro_batches = [(n // 4, *pair) for n, pair in enumerate(rows)]
+        script.order = [script.order[n] for n in order]
 
     cause, pattern = pattern_in_records(tmp_path, change)
     assert cause.name.startswith("rows of rank 0")
@@ -301,12 +274,12 @@ def test_micro_batches_in_another_order(tmp_path, order, how):
         (["layers.1.q"], ("one tensor", 1)),
         (["layers.1.q", "layers.1.v"], ("one layer", 1)),
         (["layers.0.q", "layers.1.v"], ("some tensors", 2)),
-        (list(Script(0).weights), ("every tensor", 8)),
+        (list(Rank(0, 0).weights), ("every tensor", 8)),
     ],
 )
 def test_parameters_that_differ(tmp_path, names, expected):
     def change(script):
-        script.gradients |= dict.fromkeys(names, "ffffffff")
+        script.own_gradients |= dict.fromkeys(names, "ffffffff")
 
     cause, pattern = pattern_in_records(tmp_path, change)
     assert (cause.stage, cause.minibatch) == ("gradient", 0)

@@ -15,6 +15,8 @@ from replayer.preflight import settings as checks
 from replayer.preflight.real_steps import run_steps, save_bits
 from replayer.preflight.repeats import compare_repeats, measure_noise, read_repeat, write_repeat
 
+from .conftest import tiny_config
+
 GOOD = checks.Process(
     rank=0,
     world_size=2,
@@ -97,8 +99,8 @@ def take(folder: Path, config, keep=(), num_steps=1):
 
 
 @pytest.fixture
-def config(tmp_path, tiny_model, tiny_config_of):
-    return lambda: tiny_config_of(tmp_path, tiny_model, 3)
+def config(tmp_path, tiny_model):
+    return lambda: tiny_config(tmp_path, tiny_model, 3)
 
 
 def test_two_repeats_of_real_steps_have_the_same_bits(tmp_path, config):

@@ -11,13 +11,15 @@ from replayer.request import Request
 from replayer.rerun import noise_reruns, replay_and_judge
 from replayer.run import replay_and_compare
 
+from .conftest import train_and_record
+
 
 @pytest.fixture(scope="module")
-def deterministic_run(tmp_path_factory, tiny_model, record_run):
+def deterministic_run(tmp_path_factory, tiny_model):
     """A record whose config is deterministic, as the run is on one thread of a CPU."""
     patch = pytest.MonkeyPatch()
     patch.setattr("areal_core.trainer.build.enforce_determinism", lambda device: None)
-    yield record_run(
+    yield train_and_record(
         tmp_path_factory.mktemp("deterministic"),
         tiny_model,
         4,

@@ -13,6 +13,8 @@ from replayer.crosscheck.opinions import crosscheck
 from replayer.crosscheck.step_rows import read_confined
 from replayer.goto import goto
 
+from .conftest import digest_weights, train_and_record
+
 MODEL = {"dtype": "float32", "mb_spec": {"max_tokens_per_mb": 64}, "enable_tree_training": True}
 SHARED = 3  # tokens that the samples of a prompt begin with
 
@@ -24,10 +26,10 @@ def share_beginnings(batch, step):
 
 
 @pytest.fixture(scope="module")
-def tree_run(tmp_path_factory, tiny_model, record_run):
+def tree_run(tmp_path_factory, tiny_model):
     """Three steps with a reference and a critic; an anchor before step 2."""
     others = {"path": str(tiny_model), **MODEL}
-    return record_run(
+    return train_and_record(
         tmp_path_factory.mktemp("tree"),
         tiny_model,
         3,
@@ -55,12 +57,12 @@ def test_the_plan_has_the_distinct_tokens_of_each_micro_batch(tree_run):
 
 
 @pytest.mark.parametrize(("step", "anchor"), [pytest.param(1, None, marks=pytest.mark.long), (2, 2)])
-def test_the_run_replays_to_the_same_bits(tree_run, weights_of, step, anchor):
+def test_the_run_replays_to_the_same_bits(tree_run, step, anchor):
     seen = []
 
     def look(scene):
         engines = (scene.trainer.actor, scene.trainer.reference, scene.trainer.critic)
-        seen.append((weights_of(scene.trainer), [engine.shares_prefixes for engine in engines]))
+        seen.append((digest_weights(scene.trainer), [engine.shares_prefixes for engine in engines]))
 
     report = goto(tree_run.path, step, look)
     assert seen == [(tree_run.weights[step], [True, True, True])]
@@ -71,11 +73,11 @@ ADAPTER = {"actor__use_lora": True, "actor__lora_rank": 4, "actor__kl_ctl": 0.1}
 
 
 @pytest.fixture(scope="module")
-def adapted_run(tmp_path_factory, tiny_model, record_run):
+def adapted_run(tmp_path_factory, tiny_model):
     """Five steps with an anchor before step 3, against the base model."""
     reference = {"ref": {"path": str(tiny_model), "dtype": "float32", "mb_spec": {"max_tokens_per_mb": 64}}}
     folder = tmp_path_factory.mktemp("adapted")
-    return record_run(folder, tiny_model, 5, debug__anchor_every_steps=3, **ADAPTER, **reference)
+    return train_and_record(folder, tiny_model, 5, debug__anchor_every_steps=3, **ADAPTER, **reference)
 
 
 def test_a_step_has_the_checksum_of_each_tensor_of_the_adapter_and_of_nothing_else(adapted_run):
@@ -89,14 +91,14 @@ def test_a_step_has_the_checksum_of_each_tensor_of_the_adapter_and_of_nothing_el
 @pytest.mark.parametrize(
     ("step", "anchor", "replayed"), [pytest.param(2, None, 2, marks=pytest.mark.long), (4, 3, 1)]
 )
-def test_the_run_of_an_adapter_replays_to_the_same_bits(adapted_run, weights_of, step, anchor, replayed):
+def test_the_run_of_an_adapter_replays_to_the_same_bits(adapted_run, step, anchor, replayed):
     seen = []
 
     def look(scene):
         trainer = scene.trainer
         seen.append(
             (
-                weights_of(trainer),
+                digest_weights(trainer),
                 type(trainer.reference).__name__,
                 len(trained_parameters(trainer.actor.model)),
             )
@@ -123,13 +125,13 @@ def add_experts(batch, step):
     return batch | {"routed_experts": packed}
 
 
-def test_a_run_with_given_experts_and_weights_replays_to_the_same_bits(record_run, weights_of, tmp_path):
+def test_a_run_with_given_experts_and_weights_replays_to_the_same_bits(tmp_path):
     options = {"vocab_size": 105, "mlp_only_layers": [], "num_experts": NUM_EXPERTS}
     model = make_tiny_family(tmp_path / "model", "qwen3_moe", **options)
     options = {"rollout__return_routed_experts": True, "rollout__return_routed_weights": True}
-    run = record_run(tmp_path / "run", model, 2, add_experts, **options)
+    run = train_and_record(tmp_path / "run", model, 2, add_experts, **options)
     assert run.record.step(1).batch(0)["routed_experts"].dtype == "int32"
-    other = record_run(tmp_path / "other", model, 2)
+    other = train_and_record(tmp_path / "other", model, 2)
     assert other.weights[1] != run.weights[1]
     rows = read_confined(run.path, 0)
     (found,) = crosscheck(rows, ("float64",)).opinions
@@ -138,6 +140,6 @@ def test_a_run_with_given_experts_and_weights_replays_to_the_same_bits(record_ru
     (found,) = crosscheck(replace(rows, experts=None), ("float64",)).opinions  # by the model's own experts
     assert {stage.stage: stage.verdict for stage in found.stages}["loss"] == "differs"
     seen = []
-    report = goto(run.path, 1, lambda scene: seen.append(weights_of(scene.trainer)))
+    report = goto(run.path, 1, lambda scene: seen.append(digest_weights(scene.trainer)))
     assert seen == [run.weights[1]]
     assert report.faithful

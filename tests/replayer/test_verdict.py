@@ -17,14 +17,16 @@ from replayer.check import parse_report
 from replayer.request import Request
 from replayer.run import replay, replay_and_compare
 
+from .conftest import train_and_record
+
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory, tiny_model, record_run):
+def recorded(tmp_path_factory, tiny_model):
     """Three deterministic steps in two scopes: with "full" there are tensors of each stage."""
     patch = pytest.MonkeyPatch()
     patch.setattr("areal_core.trainer.build.enforce_determinism", lambda device: None)
     made = {
-        scope: record_run(
+        scope: train_and_record(
             tmp_path_factory.mktemp(scope), tiny_model, 3, deterministic=True, debug__dump_scope=scope
         )
         for scope in ("full", "plan")

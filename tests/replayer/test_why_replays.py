@@ -1,6 +1,5 @@
 """`why` with replays of a real record: all of it, and one step with each of several options."""
 
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -8,29 +7,23 @@ import pytest
 from areal_debug.replay.ranks import runner
 from replayer.why.chain import Options, explain
 
+from .conftest import train_and_record
+
 ROOT = Path(__file__).parents[2]
 
 
-@contextmanager
-def replaying():
-    with runner(None) as run:
-        yield (
-            Options(
-                ROOT,
-                replay=lambda record, step, *given, **apart: run.replay(record, step, step, *given, **apart),
-            ),
-            run,
-        )
-
-
 @pytest.mark.long
-def test_of_two_options_the_one_that_changes_the_step_is_the_cause(tmp_path, tiny_model, record_run):
+def test_of_two_options_the_one_that_changes_the_step_is_the_cause(tmp_path, tiny_model):
     both = {"actor__ppo_n_minibatches": 2}
-    left = record_run(tmp_path / "a", tiny_model, 1, **both)
+    left = train_and_record(tmp_path / "a", tiny_model, 1, **both)
     changed = {"actor__eps_clip": 0.0001, "actor__c_clip": 1000.0}
-    right = record_run(tmp_path / "b", tiny_model, 1, **both, **changed)
-    with replaying() as (options, _):
-        answer = explain(left.record, right.record, options)
+    right = train_and_record(tmp_path / "b", tiny_model, 1, **both, **changed)
+    with runner(None) as run:
+
+        def replay(record, step, *given, **apart):
+            return run.replay(record, step, step, *given, **apart)
+
+        answer = explain(left.record, right.record, Options(ROOT, replay=replay))
     assert [setting.where for setting in answer.settings if setting.acts] == [
         "actor.c_clip",
         "actor.eps_clip",

@@ -15,12 +15,7 @@ QUESTIONS = [
     ("Tom reads 12 pages a day for 5 days.", "12 * 5 = <<12*5=60>>60\n#### 60"),
     ("A tank holds 40 litres, a third pump adds 35.", "40 + 35 = 75\n#### 75"),
 ]
-FAULTY = tomllib.loads(Path(__file__).with_name("faulty.toml").read_text())
-SOUND = (
-    "exact", "after_the_hashes", "last_number_of_text", "boxed_alone", "in_tags", "with_format_bonus",
-    "plus_and_minus_one", "abstaining_is_zero", "ten_points", "with_overlong_penalty", "within_rounding",
-    "one_answer_alone",
-)  # fmt: skip
+TABLE = tomllib.loads(FUNCTIONS.with_suffix(".toml").read_text())
 QUICK = {"contains_answer", "pays_format_most", "abstaining_is_zero"}
 
 
@@ -32,14 +27,14 @@ def questions():
     return [question_of({"prompt": q, "answer": a}, None) for q, a in QUESTIONS]
 
 
-@pytest.mark.parametrize("name", some_long(FAULTY))
+@pytest.mark.parametrize("name", some_long(TABLE["faulty"]))
 def test_a_faulty_function_is_named_with_what_it_pays_for(name):
     report = probe(f"{FUNCTIONS}:{name}", "questions", questions(), timeout_s=2.0)
     assert report.verdict == "problem"
-    assert FAULTY[name] in report.sentence
+    assert TABLE["faulty"][name]["named"] in report.sentence
 
 
-@pytest.mark.parametrize("name", some_long(SOUND))
+@pytest.mark.parametrize("name", some_long(TABLE["sound"]))
 def test_a_sound_function_is_not_accused(name):
     report = probe(f"{FUNCTIONS}:{name}", "questions", questions(), timeout_s=5.0)
     assert [found for found in report.findings if found.is_problem] == []

@@ -190,8 +190,7 @@ def row(reward=1.0, reject=False):
 
 
 def slices(folder, category):
-    events = json.loads(merge(folder).read_text())["traceEvents"]
-    return [event for event in events if event["ph"] == "X" and event["cat"] == category]
+    return complete(merged_events(folder), category)
 
 
 def test_episodes_have_a_status_and_contain_their_children(tmp_path):

@@ -127,16 +127,3 @@ def test_finish_reasons_removed_samples_and_named_rewards(folder):
     assert batch["scores.format"].tolist() == [1.0] * 4
     assert np.isnan(batch["scores.kind"]).all()
     assert batch["loss_mask"].reshape(4, 5).sum(axis=1).tolist() == [2, 2, 2, 0]
-
-
-def test_a_resumed_run_continues_its_record(folder):
-    for rollout in (0, 1, 2):
-        log_rollout_data(arguments(), rollout, [full()], None, 1.0)
-    slime.recording_of("slime").end()
-    slime.recording_of.cache_clear()
-    log_rollout_data(arguments(), 2, [full(reward=9.0)], None, 1.0)
-    slime.recording_of("slime").end()
-    record = open_record(folder)
-    assert record.steps == (0, 1, 2)
-    assert record.step(2).batch(0)["rewards"].tolist() == [9.0]
-    assert verify(folder).intact

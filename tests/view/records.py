@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from recorder import RecordWriter
 from recorder.environment import folder_identity
 from recorder.format import Recording
-from recorder.header import write_header
 from recorder.testing import SCRIPTED_HEADER, SCRIPTED_RNG
 from recorder.writer import RecordingOptions
+from tests.recorder.ranks import begin
 
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 QUESTIONS = (
@@ -105,13 +105,11 @@ def begin_chats(folder: Path, scope: str = "full", text: bool = False) -> tuple[
     """Open a record for writing, with or without `text`; its tokenizer is in `model`."""
     model = folder.parent / "model"
     tokenizer = train_tokenizer(model)
-    writer = RecordWriter(folder, options=RecordingOptions(Recording(scope), text=text))
-    writer.tokenizer = tokenizer
-    folder.mkdir(parents=True)
     identity = folder_identity(str(model))
     config = {"actor": {"eps_clip": 0.2, "eps_clip_higher": 0.28}}
-    about = {"model": identity, "tokenizer": identity, "config": config, "recording": Recording(scope)}
-    write_header(folder, replace(SCRIPTED_HEADER, **about))
+    header = replace(SCRIPTED_HEADER, model=identity, tokenizer=identity, config=config)
+    (writer,) = begin(folder, options=RecordingOptions(Recording(scope), text=text), header=header)
+    writer.tokenizer = tokenizer
     return writer, tokenizer
 
 

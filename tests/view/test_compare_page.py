@@ -8,7 +8,8 @@ import pytest
 
 from areal_debug.record.decode import load_decoder
 from recorder import open_record
-from tests.command_line import printed
+
+from .pages import open_ready, write_page
 
 TEXTS = "[...document.querySelectorAll({!r})].map(node => node.textContent)"
 
@@ -17,19 +18,7 @@ TEXTS = "[...document.querySelectorAll({!r})].map(node => node.textContent)"
 def folder(two, tmp_path_factory):
     """The address of a folder with all steps of both."""
     place = tmp_path_factory.mktemp("page") / "pages"
-    return f"{write(place, two[0], '--compare', two[1], '--all-steps')}/index.html"
-
-
-def write(output, *arguments):
-    printed("open", *arguments, "-o", output)
-    return f"file://{output}"
-
-
-def open_at(page, url, fragment="", **size):
-    page.open("about:blank")  # another fragment of the same page loads nothing
-    page.open(f"{url}{fragment}", **size)
-    page.wait_for("document.body.dataset.ready")
-    assert page.errors == []
+    return f"{write_page(place, two[0], '--compare', two[1], '--all-steps')}/index.html"
 
 
 def texts(page, selector):
@@ -37,7 +26,7 @@ def texts(page, selector):
 
 
 def test_a_folder_loads_the_steps_that_are_shown_and_no_others(page, folder):
-    open_at(page, folder)
+    open_ready(page, folder)
     loaded = sorted(request.rpartition("/")[2] for request in page.requests)
     shown = [f"{side}-2-{kind}.js" for side in "ab" for kind in ("numbers", "text")]
     assert loaded == sorted(["index.html", *shown, "pair-2.js"])
@@ -48,7 +37,7 @@ def test_a_folder_loads_the_steps_that_are_shown_and_no_others(page, folder):
 
 
 def test_tokens_are_aligned_and_the_first_that_differs_is_marked(page, folder, two):
-    open_at(page, folder, "#step=2&prompt=200&sample=0&compare=B")
+    open_ready(page, f"{folder}#step=2&prompt=200&sample=0&compare=B")
     left, right = (open_record(path).step(2).batch(0) for path in two)
     first = int(left["loss_mask"].argmax()) + 3
     marked = page.evaluate("[...document.querySelectorAll('.first')].map(node => +node.dataset.at)")
@@ -70,7 +59,7 @@ def test_tokens_are_aligned_and_the_first_that_differs_is_marked(page, folder, t
     [('"calculator"', "calculator"), ("/calc[a-z]+r/", "calculator"), ("NATALIA sold", "Natalia sold")],
 )
 def test_search_finds_text_in_all_steps(page, folder, two, query, wanted):
-    open_at(page, folder, "#step=2&compare=")
+    open_ready(page, f"{folder}#step=2&compare=")
     page.press("f")
     page.evaluate(f"find({json.dumps(query)})")
     page.wait_for("at('found').textContent.includes('3 of 3')")
@@ -96,7 +85,7 @@ def names_of(page):
 
 
 def test_a_screen_reader_gets_a_role_and_a_name_of_everything(page, folder):
-    open_at(page, folder, "#step=2&prompt=200&sample=0&compare=B")
+    open_ready(page, f"{folder}#step=2&prompt=200&sample=0&compare=B")
     for key in "sghf":
         page.press(key)
         found = names_of(page)

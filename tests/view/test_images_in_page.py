@@ -1,5 +1,7 @@
 """Pictures in the page: from its own bytes of formats of pixels."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -7,8 +9,9 @@ from areal_debug.view.data import TokenText, with_images_named
 from areal_debug.view.page import Contents, FollowedRecord, make_server
 from recorder.testing import in_step, scripted_batch, send_step, start_facts
 from recorder.writer import RecordWriter
-from tests.command_line import printed
 from tests.recorder.pictured import png, with_pictures
+
+from .pages import open_ready, write_page
 
 SVG = (
     b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"><script>document.title="owned"</script></svg>'
@@ -62,21 +65,16 @@ def check_page(page):
 @pytest.mark.parametrize("name", ["page.html", "folder"])
 def test_a_page_of_files_shows_pictures_and_requests_nothing(page, record, tmp_path, name):
     options = ["--all-steps"] if name == "folder" else []
-    printed("open", record, "-o", tmp_path / name, *options)
-    file = tmp_path / name / "index.html" if options else tmp_path / name
-    page.open(f"file://{file}")
-    page.wait_for("document.body.dataset.ready")
+    address = write_page(tmp_path / name, record, *options)
+    open_ready(page, f"{address}/index.html" if options else address)
     check_page(page)
     assert all(one.startswith(("file:", "data:image/")) for one in page.requests)
 
 
 def test_a_served_page_shows_pictures(page, record):
     with make_server(Contents(FollowedRecord(str(record), None)), 0) as server:
-        import threading
-
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        page.open(server.address)
-        page.wait_for("document.body.dataset.ready")
+        open_ready(page, server.address)
         check_page(page)
         server.shutdown()
 

@@ -11,9 +11,9 @@ from areal_core.safety.printable import UNPRINTABLE
 from areal_debug.record.decode import load_decoder
 from areal_debug.view.page import Contents, FollowedRecord, make_server
 from recorder import open_record
-from tests.command_line import printed
 
 from . import records
+from .pages import open_ready, write_page
 from .records import begin_chats, chat_batch, send, write_chats
 
 
@@ -24,23 +24,12 @@ def chats(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(chats, tmp_path_factory):
-    return write_page(chats, tmp_path_factory.mktemp("page") / "page.html")
-
-
-def write_page(record, file, *options):
-    printed("open", record, "-o", file, *options)
-    return f"file://{file}"
-
-
-def open_ready(page, url, **size):
-    page.open(url, **size)
-    page.wait_for("document.body.dataset.ready")
+    return write_page(tmp_path_factory.mktemp("page") / "page.html", chats)
 
 
 def test_the_page_loads_nothing_and_shows_every_sample_with_few_nodes(page, url):
     open_ready(page, url)
     assert page.requests == [url]
-    assert page.errors == []
     assert page.evaluate("at('count').textContent") == "400 samples"
     assert page.evaluate("document.querySelectorAll('*').length") < 2500
     assert page.evaluate("[...document.querySelectorAll('.curve p span')].map(n => n.textContent)") == [
@@ -76,7 +65,7 @@ def test_text_of_a_model_is_never_run(page, tmp_path, monkeypatch):
     evil = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
     monkeypatch.setattr(records, "THOUGHTS", (evil,) * 4)
     record = write_chats(tmp_path / "</script>", num_rows=4, num_steps=1)
-    open_ready(page, write_page(record, tmp_path / "page.html"))
+    open_ready(page, write_page(tmp_path / "page.html", record))
     assert evil in page.evaluate("textOf(app.view.a, 0)")
     assert page.evaluate("document.title") != "owned"
     assert page.evaluate("document.querySelectorAll('img').length") == 0
@@ -90,7 +79,7 @@ SHOWN = r"\x1b]52;c;x\x07 \x9b2J \u202e \u200b \u2028 \U000e0041"
 def test_control_and_direction_codes_of_a_model_are_shown(page, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "THOUGHTS", (HIDDEN,) * 4)
     record = write_chats(tmp_path / HIDDEN.replace(" ", ""), num_rows=4, num_steps=1)
-    open_ready(page, write_page(record, tmp_path / "page.html"))
+    open_ready(page, write_page(tmp_path / "page.html", record))
     assert SHOWN in page.evaluate("document.getElementById('sample').textContent")
     assert SHOWN in page.evaluate("textOf(app.view.a, 0)")
     assert page.evaluate("app.document.sides[0].record").endswith(SHOWN.replace(" ", ""))

@@ -1,7 +1,6 @@
 """What `why` says of scripted records: every kind of cause, and none where nothing proves one."""
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +11,9 @@ from areal_debug import Recorder
 from recorder import open_record
 from recorder.testing import SCRIPTED_HEADER, scripted_batch, scripted_learning
 from replayer.why.chain import Options, explain
-from tests.command_line import invoke
+from tests.command_line import git, invoke
 
+from ..replayer.test_commits import commit_edit
 from ..replayer.test_diff import LENGTHS, record
 
 ROOT = Path(__file__).parents[2]
@@ -282,26 +282,15 @@ def test_weights_that_diverge_for_another_reason_later_are_the_answer(tmp_path):
     assert answer.also[0].startswith("step 0 has other numbers before that, with equal weights")
 
 
-def commit(repository, file, old, new, subject):
-    path = repository / file
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-    identity = ["-c", "user.name=n", "-c", "user.email=e"]
-    subprocess.run(["git", "-C", repository, *identity, "commit", "-qam", subject], check=True)
-    done = subprocess.run(["git", "-C", repository, "rev-parse", "HEAD"], capture_output=True, check=True)
-    return done.stdout.decode().strip()
-
-
 @pytest.fixture(scope="module")
 def history(tmp_path_factory):
     """A clone with three commits after the first: only the second acts on advantages."""
     clone = tmp_path_factory.mktemp("history") / "clone"
-    subprocess.run(["git", "clone", "-q", "--shared", ROOT, clone], check=True)
+    git(ROOT, "clone", "--quiet", "--shared", str(ROOT), str(clone))
     losses, norms = "areal_core/algorithm/losses.py", "areal_core/algorithm/normalization.py"
-    first = commit(clone, losses, '"""The losses', '"""All losses', "Word the losses")
-    bad = commit(clone, norms, "self.count - int(unbiased)", "self.count - 0", "Simplify std")
-    last = commit(clone, losses, '"""All losses', '"""The losses', "Word them again")
+    first = commit_edit(clone, losses, '"""The losses', '"""All losses')
+    bad = commit_edit(clone, norms, "self.count - int(unbiased)", "self.count - 0")
+    last = commit_edit(clone, losses, '"""All losses', '"""The losses')
     return clone, first, bad, last
 
 

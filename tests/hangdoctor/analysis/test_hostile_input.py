@@ -18,16 +18,12 @@ from hangdoctor.errors import HangInputError
 from hangdoctor.parse.assemble import Reading, finish
 from hangdoctor.parse.members import members_of
 from hangdoctor.parse.read import read_snapshot, take
+from tests.fuzz.inputs import Mutator, apply
 from tests.hangdoctor.analysis.written import collection, entry, flight_recorder, frame, process, thread
 
 STACK = 'Process 1: x\n\nThread 1 (idle): "MainThread"\n    f (x.py:3)\n'
 CASES = Path(__file__).parent / "cases"
 ESCAPES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-POISON = [
-    b"\x1b[2J\x1b]0;owned\x07", b"<script>alert(1)</script>", b'"><img src=x onerror=alert(1)>', b"\x00", b"\xff\xfe", "\u202e".encode(),
-    b"cposix\nsystem\n(S'touch ran'\ntR.", b"99999999999999999999999", b"-1", b"[" * 3000, b"(" * 500, b" (x.py:" * 200,
-        b"`]]>", b"NaN", b"null", b"\n", b"\x80\x04\x95",
-]  # fmt: skip
 
 
 def seeds() -> list[tuple[str, bytes]]:
@@ -59,25 +55,6 @@ def seeds() -> list[tuple[str, bytes]]:
         ("gpu/0/a.json", b'[{"index": 0, "utilization_percent": 100, "power_watts": 1.5}]'),
         ("source/rank_0.json", b'{"/v/site-packages/torch/x.py:3": "work.wait()"}'),
     ]  # fmt: skip
-
-
-def mutate(data: bytes, chance: random.Random) -> bytes:
-    """Return `data` with one to four mutations."""
-    wounded = bytearray(data)
-    for _ in range(chance.randrange(1, 5)):
-        at = chance.randrange(len(wounded) + 1)
-        match chance.randrange(5):
-            case 0:
-                wounded[at:at] = chance.choice(POISON)
-            case 1:
-                del wounded[at : at + chance.randrange(1, 40)]
-            case 2:
-                wounded[at : at + 1] = bytes([chance.randrange(256)])
-            case 3:
-                wounded[at:at] = wounded[: chance.randrange(1, 200)]
-            case 4:
-                del wounded[max(at, 1) :]
-    return bytes(wounded)
 
 
 class Tags(HTMLParser):
@@ -113,15 +90,16 @@ def check_reports(diagnosis, snapshot) -> None:
 @pytest.mark.parametrize("num_mutants", [200, pytest.param(5_000, marks=pytest.mark.long)])
 def test_mutated_dumps_are_diagnosed_or_refused_and_never_more(tmp_path, monkeypatch, num_mutants):
     monkeypatch.chdir(tmp_path)
-    chance, originals = random.Random(7), seeds()
-    slowest = 0.0
+    chance, bases = random.Random(7), {f"{n} {name}": {name: data} for n, (name, data) in enumerate(seeds())}
+    mutator, slowest = Mutator(bases, None), 0.0
     for number in range(num_mutants):
         reading = Reading()
-        files = [originals[number % len(originals)], *chance.sample(originals, 2)]
+        inputs = [mutator.input(chance) for _ in range(3)]
+        files = [file for one in inputs for file in apply(bases[one.base], one.edits).files.items()]
         started = time.process_time()
         try:
             for name, data in files:
-                take(reading, name, mutate(data, chance))
+                take(reading, name, data)
             snapshot = finish(reading, None)
             diagnosis = diagnose(snapshot)
         except HangInputError:

@@ -8,12 +8,6 @@ import pytest
 
 from hangdoctor.collect import evidence
 
-NVIDIA_SMI = """#!/bin/sh
-case "$1" in
-  --query-gpu*) echo "0, 100, 121.50"; echo "1, [N/A], [N/A]" ;;
-esac
-"""
-
 
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
@@ -25,11 +19,6 @@ def tool(tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
 
     return put
-
-
-def test_gpus_are_read(tool):
-    tool("nvidia-smi", NVIDIA_SMI)
-    assert evidence.gpus() == [evidence.Gpu(0, 100.0, 121.5), evidence.Gpu(1, None, None)]
 
 
 @pytest.mark.parametrize(
@@ -70,19 +59,3 @@ def test_ras_is_queried_over_its_socket_otherwise(monkeypatch, tmp_path):
         assert evidence.nccl_ras() == "Job summary\n"
         service.join()
     assert evidence.nccl_ras() is None
-
-
-def test_environment_is_an_allow_list_without_credentials():
-    assert evidence.selected_environment(
-        {
-            "RANK": "1",
-            "MASTER_PORT": "29500",
-            "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-            "SLURM_JOB_ID": "7",
-            "SLURM_JWT": "x",
-            "NCCL_SECRET": "x",
-            "HOME": "/root",
-            "OPENAI_API_KEY": "x",
-            "LD_LIBRARY_PATH": "/x",
-        }
-    ) == {"MASTER_PORT": "29500", "RANK": "1", "SLURM_JOB_ID": "7", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}

@@ -11,7 +11,6 @@ from hangdoctor.collect.write import (
     Manifest,
     ProcessEntry,
     merge,
-    pack,
     read_manifest,
     unpack,
     write_manifest,
@@ -98,13 +97,6 @@ def test_rank_of_a_host_that_was_not_queried_or_did_not_respond_is_not_gone(tmp_
             "detail": "2 ranks from 2 to 3 were not collected",
         }
         assert read_manifest(tmp_path / "all") == merged
-
-
-def test_packed_collection_unpacks_to_the_same_files(tmp_path):
-    a = collection(tmp_path / "a", "a", entry("rank_0", 0))
-    unpack(pack(a), tmp_path / "b")
-    assert (tmp_path / "b/samples/0/rank_0.json").read_text() == "a rank_0"
-    assert read_manifest(tmp_path / "b") == read_manifest(a)
 
 
 @pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/../../escaped"])

@@ -2,25 +2,21 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from hangdoctor.collect import pyspy
 from hangdoctor.collect.pyspy import Access, explain_refusal
 
+from .sleeper import sleeping
+
 
 @pytest.fixture
 def target():
     """A real Python process that sleeps in a function named `wait_here`."""
     code = "import time\ndef wait_here():\n    print(flush=True)\n    time.sleep(600)\nwait_here()"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    process.stdout.readline()
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    with sleeping(code) as process:
+        yield process
 
 
 def script(tmp_path, body):

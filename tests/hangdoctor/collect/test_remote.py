@@ -22,6 +22,8 @@ from hangdoctor.collect.write import read_manifest
 from hangdoctor.errors import HostsUnknown
 from tests.command_line import invoke
 
+from .sleeper import sleeping
+
 SSH = """#!/bin/sh
 # ssh -o BatchMode=yes -o ConnectTimeout=10 -- HOST COMMAND: `down` does not answer, other hosts
 # are this machine.
@@ -42,15 +44,9 @@ exec "$@"
 def rank(tmp_path):
     """Start a process that claims to be rank 0 of 2; return the folder that comes first on PATH."""
     code = "import time; print(flush=True); time.sleep(600)"
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "SLURM_NNODES": "2", "MASTER_PORT": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, f"named {tmp_path}"], env=environment, stdout=subprocess.PIPE
-    )
-    process.stdout.readline()
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "SLURM_NNODES": "2", "MASTER_PORT": "1"}
+    with sleeping(code, f"named {tmp_path}", **variables) as process:
+        yield process
 
 
 def put_on_path(tmp_path, monkeypatch, name, text):

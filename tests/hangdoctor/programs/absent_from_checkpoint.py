@@ -23,11 +23,7 @@ def save_checkpoint() -> None:
     dist.barrier()
 
 
-def main() -> None:
-    meet()
-    if dist.get_rank() == 2:
-        generate_answers()
-    save_checkpoint()
-
-
-main()
+meet()
+if dist.get_rank() == 2:
+    generate_answers()
+save_checkpoint()

@@ -24,17 +24,13 @@ def wait_for_checkpoint(pending: Future) -> None:
     pending.result()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        path = Path(tempfile.mkdtemp(), "step-10.pt")
-        os.mkfifo(path)
-        pending = ThreadPoolExecutor(1, "checkpoint").submit(save_checkpoint, {"w": torch.ones(4)}, path)
-        here()
-        wait_for_checkpoint(pending)
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 0:
+    path = Path(tempfile.mkdtemp(), "step-10.pt")
+    os.mkfifo(path)
+    pending = ThreadPoolExecutor(1, "checkpoint").submit(save_checkpoint, {"w": torch.ones(4)}, path)
     here()
-    dist.all_reduce(torch.ones(4))
-
-
-main()
+    wait_for_checkpoint(pending)
+here()
+dist.all_reduce(torch.ones(4))

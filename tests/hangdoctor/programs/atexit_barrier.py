@@ -22,14 +22,10 @@ def train(num_steps: int) -> None:
         dist.all_reduce(torch.ones(4))
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    atexit.register(flush_and_leave)
-    rank = dist.get_rank()
-    train(num_steps=2)
-    here()
-    if rank != 1:
-        train(num_steps=3)
-
-
-main()
+dist.init_process_group("gloo")
+atexit.register(flush_and_leave)
+rank = dist.get_rank()
+train(num_steps=2)
+here()
+if rank != 1:
+    train(num_steps=3)

@@ -24,14 +24,10 @@ class StuckWriter(dcp.FileSystemWriter):
         return super().write_data(plan, planner)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    state = {"w": torch.ones(4) * dist.get_rank()}
-    pending = dcp.async_save(state, storage_writer=StuckWriter(folder[0]))
-    here()
-    pending.result()
-
-
-main()
+dist.init_process_group("gloo")
+folder = [tempfile.mkdtemp()]
+dist.broadcast_object_list(folder)
+state = {"w": torch.ones(4) * dist.get_rank()}
+pending = dcp.async_save(state, storage_writer=StuckWriter(folder[0]))
+here()
+pending.result()

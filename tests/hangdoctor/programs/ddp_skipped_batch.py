@@ -25,13 +25,9 @@ def end_epoch() -> None:
     dist.barrier()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    model = DistributedDataParallel(nn.Linear(4, 4))
-    train_step(model, torch.ones(2, 4))
-    here()
-    train_step(model, torch.full((2, 4), math.inf if dist.get_rank() == 1 else 1.0))
-    end_epoch()
-
-
-main()
+dist.init_process_group("gloo")
+model = DistributedDataParallel(nn.Linear(4, 4))
+train_step(model, torch.ones(2, 4))
+here()
+train_step(model, torch.full((2, 4), math.inf if dist.get_rank() == 1 else 1.0))
+end_epoch()

@@ -36,13 +36,9 @@ def push_weights() -> None:
     dist.barrier()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if dist.get_rank() == 1:
-        serve_engine(threading.Event())
-    here()
-    push_weights()
-
-
-main()
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1:
+    serve_engine(threading.Event())
+here()
+push_weights()

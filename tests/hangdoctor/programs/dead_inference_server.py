@@ -18,12 +18,8 @@ def generate(port: int) -> bytes:
         return answer.read()
 
 
-def main() -> None:
-    meet()
-    if dist.get_rank() == 0:
-        server = socket.create_server(("127.0.0.1", 0))
-        generate(server.getsockname()[1])
-    dist.broadcast(torch.ones(4), src=0)
-
-
-main()
+meet()
+if dist.get_rank() == 0:
+    server = socket.create_server(("127.0.0.1", 0))
+    generate(server.getsockname()[1])
+dist.broadcast(torch.ones(4), src=0)

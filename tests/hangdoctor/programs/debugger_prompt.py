@@ -18,16 +18,12 @@ def forward(rank: int) -> torch.Tensor:
     return torch.ones(4)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    try:
-        loss = forward(dist.get_rank())
-    except ValueError as error:
-        here()
-        pdb.post_mortem(error.__traceback__)
+dist.init_process_group("gloo")
+dist.barrier()
+try:
+    loss = forward(dist.get_rank())
+except ValueError as error:
     here()
-    dist.all_reduce(loss)
-
-
-main()
+    pdb.post_mortem(error.__traceback__)
+here()
+dist.all_reduce(loss)

@@ -15,16 +15,12 @@ def train(num_steps: int) -> None:
         dist.barrier()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    train(num_steps=2)
-    here()
-    if rank == 0:
-        dist.all_reduce(torch.ones(4), async_op=True)
-    else:
-        train(num_steps=1)
-    dist.destroy_process_group()
-
-
-main()
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+train(num_steps=2)
+here()
+if rank == 0:
+    dist.all_reduce(torch.ones(4), async_op=True)
+else:
+    train(num_steps=1)
+dist.destroy_process_group()

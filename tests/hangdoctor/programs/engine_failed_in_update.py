@@ -38,13 +38,9 @@ def update_weights() -> None:
         dist.broadcast(torch.ones(4), src=0)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if dist.get_rank() == 1:
-        engine_loop()
-    update_weights()
-    dist.barrier()  # gloo's broadcast does not wait for those who receive
-
-
-main()
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1:
+    engine_loop()
+update_weights()
+dist.barrier()  # gloo's broadcast does not wait for those who receive

@@ -36,12 +36,8 @@ def update_weights() -> None:
     dist.broadcast(torch.ones(4), src=0)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if dist.get_rank() == 1:
-        Engine().serve()
-    update_weights()
-
-
-main()
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1:
+    Engine().serve()
+update_weights()

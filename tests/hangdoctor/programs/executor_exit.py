@@ -28,11 +28,7 @@ def train(rank: int) -> None:
     here()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    train(dist.get_rank())
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-main()
+dist.init_process_group("gloo")
+train(dist.get_rank())
+dist.barrier()
+dist.destroy_process_group()

@@ -21,14 +21,10 @@ def train_step() -> torch.Tensor:
     return gradient.sum()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for _ in range(3):
-        loss = train_step()
-    here()
-    if dist.get_rank() == 0:
-        log_loss(loss)
-    dist.barrier()
-
-
-main()
+dist.init_process_group("gloo")
+for _ in range(3):
+    loss = train_step()
+here()
+if dist.get_rank() == 0:
+    log_loss(loss)
+dist.barrier()

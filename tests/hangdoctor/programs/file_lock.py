@@ -19,19 +19,15 @@ def read_cache(lock_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        lock_path = Path(tempfile.mkdtemp(), "cache.lock")
-        holder = lock_path.open("w")
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        subprocess.Popen(["sleep", "3600"], pass_fds=[holder.fileno()])
-        holder.close()
-        here()
-        read_cache(lock_path)
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 0:
+    lock_path = Path(tempfile.mkdtemp(), "cache.lock")
+    holder = lock_path.open("w")
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    subprocess.Popen(["sleep", "3600"], pass_fds=[holder.fileno()])
+    holder.close()
     here()
-    dist.barrier()
-
-
-main()
+    read_cache(lock_path)
+here()
+dist.barrier()

@@ -18,15 +18,11 @@ def print_sample(model: nn.Module) -> None:
     print(model(torch.ones(1, 8)))
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = fully_shard(nn.Linear(8, 8), mesh=mesh)
-    model(torch.ones(2, 8)).sum().backward()
-    here()
-    if dist.get_rank() == 0:
-        print_sample(model)
-    dist.barrier()
-
-
-main()
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+model(torch.ones(2, 8)).sum().backward()
+here()
+if dist.get_rank() == 0:
+    print_sample(model)
+dist.barrier()

@@ -21,12 +21,8 @@ def train_epoch(model: nn.Module, num_batches: int) -> None:
     here()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh=mesh)
-    train_epoch(model, num_batches=1 if dist.get_rank() == 1 else 2)
-    dist.barrier()
-
-
-main()
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh=mesh)
+train_epoch(model, num_batches=1 if dist.get_rank() == 1 else 2)
+dist.barrier()

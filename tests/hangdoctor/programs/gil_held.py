@@ -18,11 +18,7 @@ def tokenize_natively() -> None:
     native.pause()
 
 
-def main() -> None:
-    meet()
-    if dist.get_rank() == 1:
-        tokenize_natively()
-    dist.all_reduce(torch.ones(4))
-
-
-main()
+meet()
+if dist.get_rank() == 1:
+    tokenize_natively()
+dist.all_reduce(torch.ones(4))

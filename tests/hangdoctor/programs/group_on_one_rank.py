@@ -14,11 +14,7 @@ def build_logging_group() -> dist.ProcessGroup:
     return dist.new_group([0, 1])
 
 
-def main() -> None:
-    meet()
-    if dist.get_rank() == 0:
-        build_logging_group()
-    dist.all_reduce(torch.ones(4))
-
-
-main()
+meet()
+if dist.get_rank() == 0:
+    build_logging_group()
+dist.all_reduce(torch.ones(4))

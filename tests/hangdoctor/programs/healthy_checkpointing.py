@@ -17,15 +17,11 @@ def save_checkpoint(folder: Path, step: int) -> None:
         torch.save(torch.ones(10_000), folder / f"step-{step % 2}-{shard}.pt")
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    folder = Path(tempfile.mkdtemp())
-    for step in range(10**9):
-        dist.all_reduce(torch.ones(4))
-        if dist.get_rank() == 0:
-            save_checkpoint(folder, step)
-        dist.barrier()
-        here()
-
-
-main()
+dist.init_process_group("gloo")
+folder = Path(tempfile.mkdtemp())
+for step in range(10**9):
+    dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 0:
+        save_checkpoint(folder, step)
+    dist.barrier()
+    here()

@@ -16,12 +16,8 @@ def compile_and_run(num_layers: int) -> None:
     torch.compile(model, backend="eager")(torch.ones(2, 8))
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    compile_and_run(num_layers=1)
-    here()
-    while True:
-        compile_and_run(num_layers=40)
-
-
-main()
+dist.init_process_group("gloo")
+compile_and_run(num_layers=1)
+here()
+while True:
+    compile_and_run(num_layers=40)

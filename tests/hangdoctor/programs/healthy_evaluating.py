@@ -24,13 +24,9 @@ def evaluate(num_batches: int) -> None:
         decode(batch)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    while True:
-        here()
-        if dist.get_rank() == 0:
-            evaluate(num_batches=20_000)
-        dist.barrier()
-
-
-main()
+dist.init_process_group("gloo")
+while True:
+    here()
+    if dist.get_rank() == 0:
+        evaluate(num_batches=20_000)
+    dist.barrier()

@@ -21,11 +21,7 @@ class SlowRows(Dataset):
         return torch.ones(4) * index
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    for batch in DataLoader(SlowRows(), batch_size=4, num_workers=1):
-        dist.all_reduce(batch)
-        here()
-
-
-main()
+dist.init_process_group("gloo")
+for batch in DataLoader(SlowRows(), batch_size=4, num_workers=1):
+    dist.all_reduce(batch)
+    here()

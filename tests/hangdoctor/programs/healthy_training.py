@@ -18,14 +18,10 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+dist.init_process_group("gloo")
+model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+train_step(model, optimizer)
+here()
+while True:
     train_step(model, optimizer)
-    here()
-    while True:
-        train_step(model, optimizer)
-
-
-main()

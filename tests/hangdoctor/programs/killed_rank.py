@@ -19,12 +19,8 @@ def wait_until_all_have_read(store: dist.Store, rank: int, world_size: int) -> N
     store.wait([f"read/{peer}" for peer in range(world_size)], timedelta(hours=1))
 
 
-def main() -> None:
-    meet()
-    rank = dist.get_rank()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    wait_until_all_have_read(dist.distributed_c10d._get_default_store(), rank, dist.get_world_size())
-
-
-main()
+meet()
+rank = dist.get_rank()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_until_all_have_read(dist.distributed_c10d._get_default_store(), rank, dist.get_world_size())

@@ -30,12 +30,8 @@ def update_weights() -> None:
             pass
 
 
-def main() -> None:
-    meet()
-    if dist.get_rank() == 1:
-        threading.Thread(target=report_metrics, name="metrics", daemon=True).start()
-        update_weights()
-    dist.all_reduce(torch.ones(4))
-
-
-main()
+meet()
+if dist.get_rank() == 1:
+    threading.Thread(target=report_metrics, name="metrics", daemon=True).start()
+    update_weights()
+dist.all_reduce(torch.ones(4))

@@ -19,14 +19,10 @@ def reduce_gradients() -> None:
     dist.all_reduce(torch.ones(1 << 16))
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    reduce_gradients()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
-    here()
-    reduce_gradients()
-
-
-main()
+dist.init_process_group("gloo")
+reduce_gradients()
+dist.barrier()
+if dist.get_rank() == 0:
+    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+here()
+reduce_gradients()

@@ -29,12 +29,8 @@ def last_stage(num_microbatches: int) -> None:
         exchange(dist.isend, 0)
 
 
-def main() -> None:
-    meet()
-    if dist.get_rank() == 0:
-        first_stage(num_microbatches=3)
-    else:
-        last_stage(num_microbatches=4)
-
-
-main()
+meet()
+if dist.get_rank() == 0:
+    first_stage(num_microbatches=3)
+else:
+    last_stage(num_microbatches=4)

@@ -19,13 +19,9 @@ def train_step() -> None:
     dist.all_reduce(torch.ones(4))
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    train_step()
-    here()
-    if dist.get_rank() == 0:
-        log_step(0)
-    train_step()
-
-
-main()
+dist.init_process_group("gloo")
+train_step()
+here()
+if dist.get_rank() == 0:
+    log_step(0)
+train_step()

@@ -32,12 +32,8 @@ def wait_before_retry(error: RuntimeError) -> None:
     time.sleep(60)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    loss = step_with_retries(dist.get_rank())
-    here()
-    dist.all_reduce(loss)
-
-
-main()
+dist.init_process_group("gloo")
+dist.barrier()
+loss = step_with_retries(dist.get_rank())
+here()
+dist.all_reduce(loss)

@@ -16,9 +16,5 @@ def pass_keys_around(rank: int, world_size: int) -> None:
     dist.send(keys, dst=(rank + 1) % world_size)
 
 
-def main() -> None:
-    meet()
-    pass_keys_around(dist.get_rank(), dist.get_world_size())
-
-
-main()
+meet()
+pass_keys_around(dist.get_rank(), dist.get_world_size())

@@ -22,14 +22,10 @@ def receive_activations(length: int) -> None:
         dist.recv(CHUNK, src=0)
 
 
-def main() -> None:
-    meet()
-    if dist.get_rank() == 0:
-        send_activations(length=8)
-        dist.recv(CHUNK, src=1)
-    else:
-        receive_activations(length=16)
-        dist.send(CHUNK, dst=0)
-
-
-main()
+meet()
+if dist.get_rank() == 0:
+    send_activations(length=8)
+    dist.recv(CHUNK, src=1)
+else:
+    receive_activations(length=16)
+    dist.send(CHUNK, dst=0)

@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 from hang_point import meet
 
-
-def main() -> None:
-    meet()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.all_reduce(torch.ones(4))
-
-
-main()
+meet()
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+dist.all_reduce(torch.ones(4))

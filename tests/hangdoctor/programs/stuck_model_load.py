@@ -19,13 +19,9 @@ def load_model(path: Path) -> dict[str, torch.Tensor]:
         return torch.load(file, weights_only=True)
 
 
-def main() -> None:
-    weights = Path(tempfile.mkdtemp(), "model.pt")
-    os.mkfifo(weights)
-    here()
-    if os.environ["RANK"] == "1":
-        load_model(weights)
-    dist.init_process_group("gloo")
-
-
-main()
+weights = Path(tempfile.mkdtemp(), "model.pt")
+os.mkfifo(weights)
+here()
+if os.environ["RANK"] == "1":
+    load_model(weights)
+dist.init_process_group("gloo")

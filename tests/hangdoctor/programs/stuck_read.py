@@ -26,17 +26,13 @@ class Shards(Dataset):
         return torch.tensor(list(self.paths[index].read_bytes()))
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    shard = Path(tempfile.mkdtemp(), "shard-0")
-    if dist.get_rank() == 0:
-        os.mkfifo(shard)
-    else:
-        shard.write_bytes(b"data")
-    here()
-    for batch in DataLoader(Shards([shard])):
-        dist.all_reduce(batch)
-
-
-main()
+dist.init_process_group("gloo")
+dist.barrier()
+shard = Path(tempfile.mkdtemp(), "shard-0")
+if dist.get_rank() == 0:
+    os.mkfifo(shard)
+else:
+    shard.write_bytes(b"data")
+here()
+for batch in DataLoader(Shards([shard])):
+    dist.all_reduce(batch)

@@ -25,11 +25,7 @@ def compute_rewards(answers: list[str]) -> list[float]:
         return list(pool.map(verify_answer, answers))
 
 
-def main() -> None:
-    meet()
-    if dist.get_rank() == 0:
-        compute_rewards(["42"])
-    dist.broadcast(torch.ones(4), src=0)
-
-
-main()
+meet()
+if dist.get_rank() == 0:
+    compute_rewards(["42"])
+dist.broadcast(torch.ones(4), src=0)

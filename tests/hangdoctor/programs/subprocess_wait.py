@@ -15,11 +15,7 @@ def upload_logs() -> None:
     subprocess.run(["sleep", "3600"], check=True)
 
 
-def main() -> None:
-    meet()
-    if dist.get_rank() == 0:
-        upload_logs()
-    dist.barrier()
-
-
-main()
+meet()
+if dist.get_rank() == 0:
+    upload_logs()
+dist.barrier()

@@ -26,15 +26,11 @@ def cleanup() -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    meet()
-    rank = dist.get_rank()
-    try:
-        train_step(rank)
-    except RuntimeError as error:
-        print(f"rank {rank}: {error}, leaving")
-    finally:
-        cleanup()
-
-
-main()
+meet()
+rank = dist.get_rank()
+try:
+    train_step(rank)
+except RuntimeError as error:
+    print(f"rank {rank}: {error}, leaving")
+finally:
+    cleanup()

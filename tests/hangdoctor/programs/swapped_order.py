@@ -18,13 +18,9 @@ def gather_lengths() -> None:
     dist.all_gather([torch.ones(4) for _ in range(dist.get_world_size())], torch.ones(4))
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    order = [gather_lengths, share_config] if dist.get_rank() == 2 else [share_config, gather_lengths]
-    here()
-    for collective in order:
-        collective()
-
-
-main()
+dist.init_process_group("gloo")
+dist.barrier()
+order = [gather_lengths, share_config] if dist.get_rank() == 2 else [share_config, gather_lengths]
+here()
+for collective in order:
+    collective()

@@ -24,9 +24,5 @@ def save_checkpoint(path: Path) -> None:
     dist.barrier()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    save_checkpoint(Path(tempfile.mkdtemp(), "step-10.pt"))
-
-
-main()
+dist.init_process_group("gloo")
+save_checkpoint(Path(tempfile.mkdtemp(), "step-10.pt"))

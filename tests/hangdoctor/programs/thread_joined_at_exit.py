@@ -18,14 +18,10 @@ def write_metrics(pending: queue.Queue) -> None:
         pending.get()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    pending: queue.Queue = queue.Queue()
-    threading.Thread(target=write_metrics, args=(pending,), name="metrics").start()
+dist.init_process_group("gloo")
+pending: queue.Queue = queue.Queue()
+threading.Thread(target=write_metrics, args=(pending,), name="metrics").start()
+dist.all_reduce(torch.ones(4))
+here()
+if dist.get_rank() == 0:
     dist.all_reduce(torch.ones(4))
-    here()
-    if dist.get_rank() == 0:
-        dist.all_reduce(torch.ones(4))
-
-
-main()

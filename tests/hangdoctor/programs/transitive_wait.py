@@ -35,13 +35,9 @@ def retry_kernel() -> None:
             time.sleep(60)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    dist.barrier()
-    loss = forward(mesh.get_group("tensor"))
-    here()
-    dist.all_gather([torch.empty(4), torch.empty(4)], loss, group=mesh.get_group("data"))
-
-
-main()
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+dist.barrier()
+loss = forward(mesh.get_group("tensor"))
+here()
+dist.all_gather([torch.empty(4), torch.empty(4)], loss, group=mesh.get_group("data"))

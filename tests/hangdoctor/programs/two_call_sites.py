@@ -18,12 +18,8 @@ def receive_metrics() -> None:
     dist.broadcast(torch.ones(16), src=0)
 
 
-def main() -> None:
-    meet()
-    if dist.get_rank() == 2:
-        receive_metrics()
-    else:
-        receive_weights()
-
-
-main()
+meet()
+if dist.get_rank() == 2:
+    receive_metrics()
+else:
+    receive_weights()

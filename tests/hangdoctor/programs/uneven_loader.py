@@ -27,11 +27,7 @@ def end_epoch() -> None:
     dist.barrier()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    num_rows = 12 if dist.get_rank() == 2 else 16
-    train_epoch(DataLoader(torch.arange(num_rows), batch_size=4))
-    end_epoch()
-
-
-main()
+dist.init_process_group("gloo")
+num_rows = 12 if dist.get_rank() == 2 else 16
+train_epoch(DataLoader(torch.arange(num_rows), batch_size=4))
+end_epoch()

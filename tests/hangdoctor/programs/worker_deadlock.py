@@ -29,14 +29,10 @@ def train_epoch(loader: DataLoader) -> None:
         dist.all_reduce(batch)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    loader = DataLoader(CachedRows(), num_workers=1, multiprocessing_context="fork")
-    here()
-    if dist.get_rank() == 1:
-        cache_lock.acquire()
-    train_epoch(loader)
-
-
-main()
+dist.init_process_group("gloo")
+dist.barrier()
+loader = DataLoader(CachedRows(), num_workers=1, multiprocessing_context="fork")
+here()
+if dist.get_rank() == 1:
+    cache_lock.acquire()
+train_epoch(loader)

@@ -1,19 +1,17 @@
 """Real runs of fault programs: label and culprits must be right; healthy jobs have no culprit."""
 
-from pathlib import Path
-
 import pytest
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
+from .conftest import PROGRAMS, read_program
+
 HEALTHY = sorted(path.stem for path in PROGRAMS.glob("healthy_*.py"))
 FAULTS = sorted({path.stem for path in PROGRAMS.glob("*.py")} - {*HEALTHY, "hang_point"})
 
 
 def expected_of(program: str) -> tuple[str, tuple[int, ...]]:
     """Return the label and the culprits in a program's docstring."""
-    lines = (PROGRAMS / f"{program}.py").read_text().splitlines()
-    fields = dict(line.split(": ", 1) for line in lines if line.startswith(("label: ", "culprits: ")))
-    return fields["label"], tuple(int(word) for word in fields["culprits"].split() if word.isdigit())
+    described = read_program(program)
+    return described.label, described.culprits
 
 
 def accuses(diagnosis) -> bool:

@@ -59,11 +59,6 @@ def watched(tmp_path):
     return watch
 
 
-@pytest.mark.parametrize("status", [0, 7])
-def test_job_that_ends_keeps_its_exit_status_and_is_left_alone(watched, status):
-    assert watched(f"sys.exit({status})") == (status, [], [])
-
-
 def test_watcher_no_longer_adopts_orphans_when_the_job_has_ended(watched, tmp_path):
     """An orphan of a later program would stay as a zombie of this process."""
     watched("sys.exit(0)")
