@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from recorder.difference import Difference
 from recorder.documents import checksum, checksummed_bytes, parse_checksummed
 from recorder.environment import diff_environment, environment, folder_identity
 from recorder.environment.code import changed_files, repository_identity
@@ -162,6 +163,18 @@ def test_the_fingerprint_survives_a_record_and_equals_itself():
     found = environment()
     assert parse_checksummed(checksummed_bytes(found), "x") == found
     assert diff_environment(found, environment()) == ()
+
+
+def test_a_changed_library_and_a_missing_variable_are_named(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    recorded = environment()
+    monkeypatch.delenv("PYTHONHASHSEED")
+    current = environment()
+    current["libraries"]["torch"] = "9.9"
+    assert diff_environment(recorded, current) == (
+        Difference("libraries.torch", recorded["libraries"]["torch"], "9.9"),
+        Difference("variables.PYTHONHASHSEED", "0", None),
+    )
 
 
 def test_a_model_folder_is_known_by_its_weight_config_and_tokenizer_files(tmp_path):

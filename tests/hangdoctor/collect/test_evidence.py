@@ -59,3 +59,19 @@ def test_ras_is_queried_over_its_socket_otherwise(monkeypatch, tmp_path):
         assert evidence.nccl_ras() == "Job summary\n"
         service.join()
     assert evidence.nccl_ras() is None
+
+
+def test_environment_is_an_allow_list_without_credentials():
+    assert evidence.selected_environment(
+        {
+            "RANK": "1",
+            "MASTER_PORT": "29500",
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JWT": "x",
+            "NCCL_SECRET": "x",
+            "HOME": "/root",
+            "OPENAI_API_KEY": "x",
+            "LD_LIBRARY_PATH": "/x",
+        }
+    ) == {"MASTER_PORT": "29500", "RANK": "1", "SLURM_JOB_ID": "7", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
