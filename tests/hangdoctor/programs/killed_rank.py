@@ -3,7 +3,6 @@
 label: missing_rank
 culprits: 1
 ranks: 2
-launch: plain
 """
 
 import os

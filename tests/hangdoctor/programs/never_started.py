@@ -4,7 +4,6 @@ label: missing_rank
 culprits: 1
 ranks: 2
 starts: 0
-launch: plain
 """
 
 import torch.distributed as dist

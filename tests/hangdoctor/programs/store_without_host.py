@@ -3,7 +3,6 @@
 label: init_deadlock
 culprits: none
 ranks: 2
-launch: plain
 """
 
 import os

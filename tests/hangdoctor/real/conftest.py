@@ -1,8 +1,8 @@
 """Start a fault program for real, wait until it hangs, collect it, and end every process of it.
 
 A program defines the expected result in its docstring (`label`, `culprits`, `ranks`, `starts`,
-`launch`, `computes`). By default its ranks are forks (`tests/forks.py`), several programs at a time; the long
-tests start them with torchrun.
+`launch`, `computes`). Its ranks are forks (`tests/forks.py`), several programs at a time; torchrun starts
+them to break the network, and for a test of the command.
 """
 
 import os
@@ -157,9 +157,9 @@ def _kill_tree(pids: tuple[int, ...]) -> None:
             continue
 
 
-def diagnose_program(program: Program, folder: Path, in_forks: bool) -> Diagnosis:
+def diagnose_program(program: Program, folder: Path) -> Diagnosis:
     """Run a program until it hangs, collect it with the real py-spy, diagnose the collection."""
-    with running(program, folder / "run", in_forks) as pids:
+    with running(program, folder / "run", in_forks=True) as pids:
         collect_host(Search(pids), folder / "collection", Options(interval_s=1.0))
     return diagnose(read_snapshot([folder / "collection"]))
 
@@ -180,7 +180,6 @@ def diagnoses(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
             diagnose_program,
             read_program(item.callspec.params["program"]),
             tmp_path_factory.mktemp(item.callspec.params["program"]),
-            True,
         )
         for item in items
     }
@@ -189,14 +188,5 @@ def diagnoses(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
 
 @pytest.fixture
 def diagnosis(request, diagnoses) -> Diagnosis:
-    """The diagnosis of the program of this test, run in forks."""
+    """The diagnosis of the program of this test."""
     return diagnoses[request.node.nodeid].result()
-
-
-@pytest.fixture
-def diagnosis_under_torchrun(request, tmp_path) -> Diagnosis:
-    """The diagnosis of the program of this test, started by torchrun."""
-    program = read_program(request.node.callspec.params["program"])
-    if program.launch == "plain":
-        pytest.skip("torchrun would end, start or serve what this fault leaves dead, absent or unserved")
-    return diagnose_program(program, tmp_path, in_forks=False)

@@ -40,9 +40,3 @@ def test_fault_is_named_with_its_culprits_every_time(program, attempt, diagnosis
 @pytest.mark.parametrize("program", daily(HEALTHY, {"healthy_training"}))
 def test_healthy_program_is_never_accused(program, attempt, diagnosis):
     assert not accuses(diagnosis), diagnosis.summary
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("program", FAULTS)
-def test_fault_under_torchrun_is_named_with_its_culprits(program, diagnosis_under_torchrun):
-    assert (diagnosis_under_torchrun.label, diagnosis_under_torchrun.culprit_ranks) == expected_of(program)
