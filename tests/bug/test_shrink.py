@@ -2,7 +2,7 @@
 
 import pytest
 
-from replayer.bug.shrink import Numbers, minimise, parse_symptom
+from replayer.bug.shrink import Numbers, Row, Shrinker, minimise, parse_symptom
 
 
 @pytest.mark.parametrize("needed", [{0}, {63}, {17, 18}, {3, 60}, {0, 31, 32, 63}, set(range(5, 12))])
@@ -15,6 +15,22 @@ def test_the_items_that_are_needed_together_are_left(needed):
 
     assert set(minimise(range(64), occurs)) == needed
     assert len(runs) < 120
+
+
+def rows_of(num_rows, num_tokens):
+    return tuple(Row(0, row, f"0.{row}", tuple(range(num_tokens))) for row in range(num_rows))
+
+
+def test_rows_then_tokens_are_removed_and_the_first_token_stays():
+    def occurs(rows):
+        return any(row.row == 5 and 7 in row.tokens for row in rows)
+
+    seen = []
+    shrinker = Shrinker(rows_of(16, 12), occurs, seen.append)
+    assert shrinker.shrink() == (Row(0, 5, "0.5", (0, 7)),)
+    assert shrinker.is_minimal
+    assert [len(rows) for rows in seen[:4]] == [8, 4, 2, 1]
+    assert shrinker.num_runs < 30
 
 
 NUMBERS = Numbers(
