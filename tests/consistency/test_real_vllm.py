@@ -1,19 +1,14 @@
 """A real vLLM server in float32: healthy at temperature 1, raw logprobs at any other."""
 
-import os
-import socket
-import subprocess
-import time
-
 import pytest
 
-from areal_core.servers.server import Server, is_healthy, last_lines
+from areal_core.launch.server_process import InferenceServer
+from areal_core.launch.vllm_process import server_command, server_environment
 from areal_core.testing import make_tiny_model
 
 from .records import judged
 
 pytestmark = pytest.mark.long
-READY_TIMEOUT_S = 300.0
 SAMPLED = ("--num-samples", 2, "--max-new-tokens", 64)
 
 
@@ -26,28 +21,11 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(vllm_python, model, tmp_path_factory):
     log = tmp_path_factory.mktemp("vllm") / "server.log"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--host", "127.0.0.1"]
-    # Without a limit the cache takes all memory, in GiB.
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-    module = [vllm_python, "-m", "vllm.entrypoints.openai.api_server"]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*module, "--model", str(model), "--port", port, *arguments],
-            stdout=out, stderr=out, env=os.environ | environment, start_new_session=True,
-        )  # fmt: skip
-    try:
-        running = Server(f"127.0.0.1:{port}", log)
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while not is_healthy(running):
-            assert process.poll() is None, last_lines(log)
-            assert time.monotonic() < deadline, last_lines(log)
-            time.sleep(1.0)
-        yield running
-    finally:
-        process.terminate()
-        process.wait(60)
+    command = server_command(
+        model, ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"], vllm_python
+    )
+    with InferenceServer(command, log, server_environment("cpu"), ready_timeout_s=600.0) as running:
+        yield running.server
 
 
 def test_float32_server_is_healthy(server, model, prompts):
