@@ -12,6 +12,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from areal_core.safety.received import UnreadableFile, open_received
 from hangdoctor.errors import HangInputError
@@ -76,16 +77,26 @@ def read_limited(path: Path, notes: list[str]) -> bytes:
     return data[:MAX_FILE_BYTES]
 
 
+class Header(tarfile.TarInfo):
+    """A header of a tar: a damaged one is an error, where `tarfile` ends as after the last file."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.InvalidHeaderError as error:  # type: ignore[attr-defined]
+            raise tarfile.ReadError(f"{error}") from error
+
+
 def tar_members(path: Path, notes: list[str]) -> Iterator[tuple[str, bytes]]:
     """Yield the regular files of a tar in its order. A damaged tar yields what comes before the
     damage.
     """
     try:
-        plain = is_plain(path)
         # A stream reads 10 kB at a time: only for what is compressed, where going back is slow.
         with (
             open_received(path) as file,
-            tarfile.open(fileobj=file, mode="r:" if plain else "r|*") as tar,
+            tarfile.open(fileobj=file, mode="r:" if is_plain(path) else "r|*", tarinfo=Header) as tar,
         ):
             for member in iter(tar.next, None):
                 tar.members.clear()  # type: ignore[attr-defined]  # else it keeps 1 kB of each

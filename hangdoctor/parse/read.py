@@ -102,9 +102,8 @@ def take(reading: Reading, member: str, data: bytes) -> None:
         else:
             READERS[place.kind](reading, place, member, data)
     except UnreadableDump as problem:
-        if (
-            place.kind != "loose" and reading.contents is None
-        ):  # only a folder that happens to be called `logs` or `env`
+        # A folder may only happen to be called `logs` or `env`.
+        if place.kind != "loose" and reading.contents is None:
             take(reading, place.file, data)
         elif len(reading.notes) < MAX_NOTES:
             reading.notes.append(f"{member[:200]}: {problem}")

@@ -104,7 +104,7 @@ def test_a_tar_is_read_up_to_a_header_with_a_changed_byte(tmp_path, at):
     path.write_bytes(data)
     notes = []
     assert list(tar_members(path, notes)) == (expected[:1] if at > 512 else [])
-    assert at > 512 or "the tar is damaged after this point" in notes[0]
+    assert "the tar is damaged after this point" in notes[0]
 
 
 def test_stacks_in_a_folder_called_logs_are_stacks(tmp_path):
