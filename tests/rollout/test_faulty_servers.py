@@ -22,6 +22,7 @@ from areal_core.servers.pool import ServerPool
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import DiskUpdate
+from tests.rollout.chaos.faults import REFUSED, WRONG_BODY, WRONG_JSON, WRONG_STATUS, with_logprob
 
 VOCABULARY = 1000
 MODEL = RunModel("tiny", {"vocab_size": VOCABULARY})
@@ -54,74 +55,47 @@ def run_requests(fakes, count=20, num_tokens=3, **options):
     return asyncio.run(work())
 
 
-def logprob_of(value):
-    """Return a `spoil` that replaces the second log-prob."""
+def spoiling(kind):
+    """Return a `spoil` with a fault of the schedules."""
 
     def spoil(reply):
-        reply["meta_info"]["output_token_logprobs"][1][0] = value
+        if kind in WRONG_STATUS:
+            return WRONG_STATUS[kind], REFUSED.decode(), {}
+        if kind in WRONG_BODY:
+            return 200, WRONG_BODY[kind](json.dumps(reply).encode()).decode(), {}
+        WRONG_JSON[kind](reply)
         return reply
 
     return spoil
 
 
-def token_of(value):
-    def spoil(reply):
-        reply["meta_info"]["output_token_logprobs"][1][1] = value
-        return reply
-
-    return spoil
-
-
-def meta_of(**changes):
-    def spoil(reply):
-        reply["meta_info"].update(changes)
-        return reply
-
-    return spoil
-
-
-def more_tokens(reply):
-    entries = [[-0.1, 7, None]] * 500
-    reply["meta_info"].update(output_token_logprobs=entries, completion_tokens=500)
-    return reply
-
-
-def nothing(reply):
-    reply["meta_info"].update(output_token_logprobs=[], completion_tokens=0, finish_reason={"type": "stop"})
-    return reply
-
-
+# The rule that a fault breaks, and what is said of it.
 FAULTS = {
-    "nan": (logprob_of(float("nan")), "logprobs_finite", "nan at token 1"),
-    "minus infinity": (logprob_of(float("-inf")), "logprobs_finite", "-inf at token 1"),
-    "positive": (logprob_of(3.0), "logprobs_at_most_0", "3.0 at token 1"),
-    "beyond the vocabulary": (token_of(10**9), "ids_in_vocabulary", "1000000000 at token 1"),
-    "negative id": (token_of(-3), "ids_in_vocabulary", "-3 at token 1"),
-    "id is a text": (token_of("7"), "malformed", "TypeError"),
-    "id is a fraction": (token_of(7.5), "malformed", "TypeError"),
-    "too many tokens": (more_tokens, "max_new_tokens", "500 tokens, and 3 were asked"),
-    "unknown finish reason": (meta_of(finish_reason={"type": "weird"}), "finish_reason", "weird"),
-    "stop without a token": (nothing, "not_empty", "no token, and finish reason 'stop'"),
-    "another request's id": (meta_of(id="other"), "request_id", "'other'"),
-    "no id": (lambda reply: {"meta_info": reply["meta_info"] | {"id": None}}, "request_id", "'None'"),
-    "version of the future": (
-        meta_of(weight_version="7"),
-        "weight_version",
-        "version 7, and the newest is 1",
-    ),
-    "count": (meta_of(completion_tokens=4), "counts_agree", "3 logprobs for 4 tokens"),
-    "versions of other tokens": (
-        meta_of(weight_versions=[{"version": "0", "start": 0, "end": 10**12}]),
-        "counts_agree",
-        "versions of 1000000000000 tokens for 3",
-    ),
-    "truncated": (lambda reply: (200, json.dumps(reply)[:40], {}), "malformed", "JSONDecodeError"),
-    "html": (lambda reply: (200, "<html>Bad gateway</html>", {}), "malformed", "Bad gateway"),
-    "null": (lambda reply: (200, "null", {}), "malformed", "null"),
-    "a list": (lambda reply: (200, "[1]", {}), "malformed", "[1]"),
-    "not found": (lambda reply: (404, "no such route", {}), "http_404", "answered 404: no such route"),
-    "forbidden": (lambda reply: (403, "key", {}), "http_403", "answered 403: key"),
-    "bad request": (lambda reply: (400, "bad", {}), "http_400", "answered 400: bad"),
+    "nan": ("logprobs_finite", "nan at token 2"),
+    "minus_infinity": ("logprobs_finite", "-inf at token 2"),
+    "null_logprob": ("malformed", "TypeError"),
+    "positive_logprob": ("logprobs_at_most_0", "3.0 at token 2"),
+    "id_outside_vocabulary": ("ids_in_vocabulary", "1000000000 at token 2"),
+    "negative_id": ("ids_in_vocabulary", "-3 at token 2"),
+    "id_as_text": ("malformed", "TypeError"),
+    "id_with_fraction": ("malformed", "TypeError"),
+    "too_many_tokens": ("max_new_tokens", "300 tokens, and 3 were asked"),
+    "unknown_finish": ("finish_reason", "weird"),
+    "missing_finish": ("malformed", "KeyError"),
+    "no_tokens": ("not_empty", "no token, and finish reason 'stop'"),
+    "other_request": ("request_id", "'other'"),
+    "no_request": ("request_id", "'None'"),
+    "unknown_version": ("weight_version", "version 1000, and the newest is 1"),
+    "wrong_count": ("counts_agree", "2 logprobs for 3 tokens"),
+    "versions_of_other_tokens": ("counts_agree", "versions of 1000000000000 tokens for 3"),
+    "cut_json": ("malformed", "JSONDecodeError"),
+    "html": ("malformed", "Bad Gateway"),
+    "null": ("malformed", "null"),
+    "list": ("malformed", "[1]"),
+    "empty": ("malformed", "JSONDecodeError"),
+    "status_404": ("http_404", "answered 404: {"),
+    "status_403": ("http_403", "answered 403: {"),
+    "status_400": ("http_400", "answered 400: {"),
 }
 
 
@@ -129,9 +103,9 @@ FAULTS = {
 def test_a_server_that_breaks_a_rule_is_quarantined_and_its_requests_are_sent_elsewhere(
     start_fake, caplog, fault
 ):
-    spoil, rule, seen = FAULTS[fault]
+    rule, seen = FAULTS[fault]
     bad, good = start_fake(), start_fake()
-    bad.spoil = spoil
+    bad.spoil = spoiling(fault)
     with caplog.at_level(logging.WARNING):
         client, responses = run_requests([bad, good])
     assert [r.output_tokens for r in responses] == [[i + 1, i + 2, i + 3] for i in range(20)]
@@ -152,9 +126,9 @@ def test_a_server_that_breaks_a_rule_is_quarantined_and_its_requests_are_sent_el
 
 def test_a_positive_logprob_by_rounding_becomes_0(start_fake):
     fake = start_fake()
-    fake.spoil = logprob_of(1.2e-7)
+    fake.spoil = lambda reply: with_logprob(1.2e-7)(reply) or reply
     client, [response] = run_requests([fake], 1)
-    assert response.output_logprobs == [-0.01, 0.0, -0.03]
+    assert response.output_logprobs == [-0.01, -0.02, 0.0]
     assert client.health.lines() == []
 
 
@@ -272,7 +246,7 @@ def test_a_trial_ends_a_quarantine(start_fake, monkeypatch):
     monkeypatch.setattr(health, "QUARANTINE_S", 0.05)
     fake = start_fake()
     spoiled = iter([True, True])
-    fake.spoil = lambda reply: logprob_of(float("nan"))(reply) if next(spoiled, False) else reply
+    fake.spoil = lambda reply: spoiling("nan")(reply) if next(spoiled, False) else reply
     client, [response] = run_requests([fake], 1, health_interval_s=0.02)
     assert response.output_tokens == [1, 2, 3]
     assert client.health.record(fake.server).rejected == {"logprobs_finite": 1, "trial": 1}
@@ -282,10 +256,10 @@ def test_a_trial_ends_a_quarantine(start_fake, monkeypatch):
 def test_the_only_server_that_never_recovers_ends_the_request_with_its_evidence(start_fake, monkeypatch):
     monkeypatch.setattr(health, "QUARANTINE_S", 0.01)
     fake = start_fake()
-    fake.spoil = logprob_of(float("nan"))
+    fake.spoil = spoiling("nan")
     _, [died] = run_requests([fake], 1, health_interval_s=0.02)
     assert isinstance(died, ServerDied)
-    assert "a reply breaks the rule logprobs_finite: nan at token 1" in str(died)
+    assert "a reply breaks the rule logprobs_finite: nan at token 2" in str(died)
 
 
 def test_a_server_that_asks_for_a_delay_gets_no_request_meanwhile(start_fake, caplog):

@@ -14,7 +14,8 @@ from typing import Any
 
 HTML = b"<html><body><h1>502 Bad Gateway</h1></body></html>"
 FAR_VERSIONS, FAR_ID = 1000, 1_000_000_000
-REFUSED = json.dumps({"error": {"message": "refused by the fault proxy"}}).encode()
+FAR_SPANS = [{"version": "0", "start": 0, "end": 10**12}]
+REFUSED = json.dumps({"error": {"message": "refused by a fault"}}).encode()
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,6 @@ class Fault:
     route: str = "generate"  # or "control": everything else
     seconds: float = 0.0
 
-    def __str__(self) -> str:
-        lasts = f" for {self.seconds:.1f} s" if self.seconds else ""
-        return f"server {self.server}, {self.route} request {self.at}: {self.kind}{lasts}"
-
 
 def entries(reply: dict[str, Any]) -> list[list[Any]]:
     """Return the `[logprob, token, None]` of a reply."""
@@ -49,7 +46,7 @@ def with_logprob(value: float | None) -> Callable[[dict[str, Any]], None]:
     return spoil
 
 
-def with_token(value: int) -> Callable[[dict[str, Any]], None]:
+def with_token(value: object) -> Callable[[dict[str, Any]], None]:
     def spoil(reply: dict[str, Any]) -> None:
         entries(reply)[-1][1] = value
         if "output_ids" in reply:
@@ -95,23 +92,30 @@ WRONG_JSON: dict[str, Callable[[dict[str, Any]], None]] = {
     "null_logprob": with_logprob(None),
     "id_outside_vocabulary": with_token(FAR_ID),
     "negative_id": with_token(-3),
+    "id_as_text": with_token("7"),
+    "id_with_fraction": with_token(7.5),
     "too_many_tokens": repeat_tokens,
     "wrong_count": lambda reply: entries(reply).pop(),
     "no_tokens": drop_all_tokens,
     "unknown_finish": lambda reply: reply["meta_info"].update(finish_reason={"type": "weird"}),
     "missing_finish": lambda reply: reply["meta_info"].pop("finish_reason"),
     "unknown_version": change_version,
+    "other_request": lambda reply: reply["meta_info"].update(id="other"),
+    "no_request": lambda reply: reply["meta_info"].update(id=None),
+    "versions_of_other_tokens": lambda reply: reply["meta_info"].update(weight_versions=FAR_SPANS),
 }
 # Each is a body that is no reply at all, with status 200.
 WRONG_BODY: dict[str, Callable[[bytes], bytes]] = {
     "cut_json": lambda body: body[: len(body) // 2],
     "html": lambda body: HTML,
     "null": lambda body: b"null",
+    "list": lambda body: b"[1]",
     "empty": lambda body: b"",
 }
 WRONG_STATUS = {
     "status_400": 400,
     "status_401": 401,
+    "status_403": 403,
     "status_404": 404,
     "status_429": 429,
     "status_500": 500,
@@ -127,6 +131,10 @@ KINDS = (*OF_REPLIES, *PROCESS)
 INNOCENT = ("delay", "status_429", "status_503", "reset")  # of server 0
 OF_CONTROL = ("reset", "status_500", "delay", KILL, STOP)
 LONGEST_BURST = 4  # replies in a row with one fault
+REQUEST_TIMEOUT_S = 2.0  # of the client
+LATE_S = REQUEST_TIMEOUT_S + 0.3
+# Least and most that a fault lasts; of a kill, until the server is started again.
+SECONDS = {"delay": (0.01, 0.1), "late": (LATE_S, LATE_S), STOP: (0.2, 1.0), KILL: (0.05, 0.3)}
 
 
 def spoil_json(kind: str, body: bytes) -> bytes | None:
@@ -138,29 +146,8 @@ def spoil_json(kind: str, body: bytes) -> bytes | None:
     return json.dumps(reply).encode()
 
 
-@dataclass(frozen=True)
-class Durations:
-    """Seconds that faults last: from, to.
-
-    Args:
-        late: longer than the client waits for a reply.
-    """
-
-    delay: tuple[float, float] = (0.05, 0.4)
-    late: float = 3.0
-    stop: tuple[float, float] = (0.5, 3.0)
-    restart: tuple[float, float] = (0.1, 1.0)
-
-    def draw(self, kind: str, dice: random.Random) -> float:
-        """Return how long a fault lasts; 0 for one that does not."""
-        if kind == "late":
-            return self.late
-        between = {"delay": self.delay, STOP: self.stop, KILL: self.restart}.get(kind)
-        return round(dice.uniform(*between), 3) if between else 0.0
-
-
 def make_schedule(
-    seed: int, num_servers: int, num_requests: int, durations: Durations, kinds: tuple[str, ...] = KINDS
+    seed: int, num_servers: int, num_requests: int, kinds: tuple[str, ...] = KINDS
 ) -> list[Fault]:
     """Return the faults of a run.
 
@@ -172,7 +159,8 @@ def make_schedule(
     due: dict[tuple[int, str, int], Fault] = {}
 
     def add(server: int, kind: str, route: str, at: int) -> None:
-        fault = Fault(server, at, kind, route, durations.draw(kind, dice))
+        lasts = round(dice.uniform(*SECONDS[kind]), 3) if kind in SECONDS else 0.0
+        fault = Fault(server, at, kind, route, lasts)
         due.setdefault((server, route, at), fault)
 
     for server in range(num_servers):

@@ -1,9 +1,8 @@
-"""Seeded schedules of faults against scripted servers: nothing lost, doubled, too old or poisoned.
+"""Seeded schedules of faults against faulty servers: nothing lost, doubled, too old or poisoned.
 
 The message of a failure has the seed, the faults and what they violated.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ ALL = range(200)
 
 def assert_clean(seed: int, folder: Path) -> None:
     trial = run_trial(seed, folder)
-    assert not trial.violations, json.dumps(trial.as_dict(), indent=1)
+    assert not trial.violations, trial
     assert trial.num_rows == NUM_STEPS * BATCH_SIZE * N_SAMPLES
     assert trial.num_replies >= trial.num_rows
 

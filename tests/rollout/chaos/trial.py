@@ -1,8 +1,8 @@
 """One seeded schedule of faults against scripted servers, in this process, in a few seconds.
 
-    ScriptedServer x 3 <-- FaultProxy x 3 <-- client, pool <-- LiveRollouts   the run's own classes
-                                |                                   |
-                             replies -----------> check_history <-- rows of every step
+    FaultyServer x 3 <-- client, pool <-- LiveRollouts   the run's own classes
+          |                                    |
+       replies --------> check_history <-- rows of every step
 
 The trainer is missing: a step takes a batch and sends a tensor as the new weights. In some
 schedules it is started again in the middle, from its state.
@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,15 +35,13 @@ from areal_core.servers.sglang import SGLANG
 from areal_core.servers.weight_update import DiskUpdate
 from areal_core.testing import TokensWorkflow
 from areal_core.trainer.live import LiveRollouts
-from tests.rollout.chaos.faults import KINDS, Durations, Fault, make_schedule
+from tests.rollout.chaos.faults import KINDS, REQUEST_TIMEOUT_S, Fault, make_schedule
+from tests.rollout.chaos.faulty_server import VOCABULARY, FaultyServer
 from tests.rollout.chaos.history import Plan, TrainedRow, Violations, check_history
-from tests.rollout.chaos.proxy import FaultProxy
-from tests.rollout.chaos.scripted_server import VOCABULARY, ScriptedServer
 
 NUM_SERVERS, NUM_STEPS, BATCH_SIZE, N_SAMPLES, NUM_ROWS = 3, 6, 8, 2, 16
 SAMPLING = Sampling(max_new_tokens=24, ignore_eos=True)
-REQUEST_TIMEOUT_S, SERVER_WAIT_S, LIMIT_S = 2.0, 15.0, 45.0
-DURATIONS = Durations(delay=(0.01, 0.1), late=REQUEST_TIMEOUT_S + 0.3, stop=(0.2, 1.0), restart=(0.05, 0.3))
+SERVER_WAIT_S, LIMIT_S = 15.0, 45.0
 REQUESTS_A_SERVER = NUM_STEPS * BATCH_SIZE * N_SAMPLES // NUM_SERVERS
 
 
@@ -53,7 +50,6 @@ class Trial:
     """What a schedule did."""
 
     seed: int
-    kinds: tuple[str, ...]
     schedule: list[Fault]
     staleness: int
     restart_at: int | None  # step before which the trainer was started again
@@ -61,20 +57,6 @@ class Trial:
     injected: Counter[str]
     num_rows: int
     num_replies: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the facts as JSON types."""
-        return {
-            "seed": self.seed,
-            "staleness": self.staleness,
-            "restart_at": self.restart_at,
-            "rows": self.num_rows,
-            "replies": self.num_replies,
-            "injected": dict(sorted(self.injected.items())),
-            **self.violations.counts(),
-            "violations": vars(self.violations),
-            "schedule": [str(fault) for fault in self.schedule] if self.violations else [],
-        }
 
 
 class OneTensor:
@@ -92,7 +74,7 @@ class OneTensor:
 def run_trial(seed: int, folder: Path, kinds: tuple[str, ...] = KINDS) -> Trial:
     """Run one schedule; `folder` is a new one for names and weights."""
     dice = random.Random(seed)
-    schedule = make_schedule(seed, NUM_SERVERS, REQUESTS_A_SERVER, DURATIONS, kinds)
+    schedule = make_schedule(seed, NUM_SERVERS, REQUESTS_A_SERVER, kinds)
     staleness = dice.randrange(3)
     restart_at = dice.randrange(1, NUM_STEPS) if dice.random() < 0.3 else None
     model = folder / "model"
@@ -100,37 +82,34 @@ def run_trial(seed: int, folder: Path, kinds: tuple[str, ...] = KINDS) -> Trial:
     (model / "config.json").write_text(
         json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": VOCABULARY})
     )
-    servers = [ScriptedServer(str(model)) for _ in range(NUM_SERVERS)]
-    proxies = [
-        FaultProxy(server, f"server {i}", [fault for fault in schedule if fault.server == i])
-        for i, server in enumerate(servers)
+    servers = [
+        FaultyServer(str(model), f"server {i}", [fault for fault in schedule if fault.server == i])
+        for i in range(NUM_SERVERS)
     ]
     try:
-        rows, error = run_steps(proxies, folder, staleness, restart_at)
+        rows, error = run_steps(servers, folder, staleness, restart_at)
     finally:
-        for proxy, server in zip(proxies, servers, strict=True):
-            proxy.close()
-            server.kill()
-    replies = [reply for proxy in proxies for reply in proxy.replies]
-    plan = Plan(BATCH_SIZE, N_SAMPLES, staleness, NUM_ROWS, None if error else NUM_STEPS)
-    violations = check_history(rows, replies, plan)
+        for server in servers:
+            server.close()
+    replies = [reply for server in servers for reply in server.replies]
+    violations = check_history(rows, replies, Plan(BATCH_SIZE, N_SAMPLES, staleness, NUM_STEPS))
     violations.ended += [error] if error else []
-    injected = sum((proxy.injected for proxy in proxies), Counter[str]())
-    return Trial(seed, kinds, schedule, staleness, restart_at, violations, injected, len(rows), len(replies))
+    injected = sum((server.injected for server in servers), Counter[str]())
+    return Trial(seed, schedule, staleness, restart_at, violations, injected, len(rows), len(replies))
 
 
 def run_steps(
-    proxies: Sequence[FaultProxy], folder: Path, staleness: int, restart_at: int | None
+    servers: Sequence[FaultyServer], folder: Path, staleness: int, restart_at: int | None
 ) -> tuple[list[TrainedRow], str]:
     """Run all steps; return the rows, and the error that ended them."""
     rows: list[TrainedRow] = []
-    source = open_source(proxies, folder, staleness)
+    source = open_source(servers, folder, staleness)
     try:
         for step in range(NUM_STEPS):
             if step == restart_at:
                 state = source.state_dict()
                 source.close()
-                source = open_source(proxies, folder, staleness)
+                source = open_source(servers, folder, staleness)
                 source.load_state_dict(state)
                 source.executor.engine.set_version(step)
             with time_limit(source):
@@ -157,12 +136,12 @@ def time_limit(source: LiveRollouts) -> Iterator[None]:
         timer.cancel()
 
 
-def open_source(proxies: Sequence[FaultProxy], folder: Path, staleness: int) -> LiveRollouts:
-    servers = [proxy.server for proxy in proxies]
+def open_source(servers: Sequence[FaultyServer], folder: Path, staleness: int) -> LiveRollouts:
+    addresses = [server.server for server in servers]
     model, names = run_model(str(folder / "model")), FolderNames(folder / "names")
-    discovery = Discovery(tuple(servers), names, "chaos", "trial")
+    discovery = Discovery(tuple(addresses), names, "chaos", "trial")
     client = FleetClient(
-        servers,
+        addresses,
         SGLANG,
         timeout_s=REQUEST_TIMEOUT_S,
         num_retries=2,
@@ -174,7 +153,7 @@ def open_source(proxies: Sequence[FaultProxy], folder: Path, staleness: int) -> 
         health_timeout_s=0.5,
         knows_versions=True,
     )
-    pool = ServerPool(servers, SGLANG, 4.0, discovery=discovery, model=model, watch_every_s=0.25)
+    pool = ServerPool(addresses, SGLANG, 4.0, discovery=discovery, model=model, watch_every_s=0.25)
     update = DiskUpdate(pool, folder / "update", folder / "model")
     executor = Executor(client, StalenessControl(BATCH_SIZE, 3 * BATCH_SIZE, staleness, NUM_STEPS))
     loader = PromptLoader([{"tokens": [5, 6, 100 + i]} for i in range(NUM_ROWS)], BATCH_SIZE)
