@@ -34,26 +34,6 @@ class Rewarded:
         return None if reward is None else episode_tensors(response, reward)
 
 
-class Numbered:
-    """A loader of two prompts per batch, with a state."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def next_batch(self):
-        self.position += 2
-        return [(i, self.row(i)) for i in (self.position - 1, self.position - 2)]  # not in order
-
-    def row(self, prompt_id):
-        return {"number": prompt_id}
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
-
-
 @pytest.fixture
 def start():
     """Start executors; all are closed at the end."""
@@ -114,32 +94,6 @@ def test_groups_whose_rewards_are_equal_are_filtered_out(start):
     assert build_filter(False, None) is None
 
 
-def test_a_continued_run_neither_loses_nor_doubles_a_prompt(start):
-    """Cut off after three steps, with prompts running, finished and waiting; two were rejected."""
-    reject = {1, 4}
-    consumed = []
-
-    def live():
-        workflow = Rewarded(lambda prompt_id, _: None if prompt_id in reject else 1.0)
-        return LiveRollouts(start(batch_size=2, max_concurrent=3, ahead=2), Numbered(), workflow)
-
-    def train(rollouts, steps):
-        for step in steps:
-            consumed.extend(rollouts.next_batch(step, step)["prompt_id"].tolist())
-            rollouts.update_weights(None, step + 1)
-
-    first = live()
-    train(first, range(3))
-    state = first.state_dict()
-    second = live()
-    second.load_state_dict(state)
-    second.update_weights(None, 3)
-    train(second, range(3, 7))
-    assert len(consumed) == len(set(consumed)) == 14
-    in_flight = second.state_dict()["prompts"]
-    assert sorted({*consumed, *in_flight, *reject}) == list(range(second.feed.loader.position))
-
-
 def test_validation_runs_concurrently_with_training_and_is_not_delayed_by_it(start):
     class TrainingWaits(ScriptedEngine):
         async def agenerate(self, req):
@@ -182,7 +136,7 @@ def test_new_weights_are_sent_before_the_version_moves(start):
             pass
 
     engine, update = ScriptedEngine(), Update()
-    live = LiveRollouts(start(2, 2, engine=engine), Numbered(), Rewarded(), weight_update=update)
+    live = LiveRollouts(start(2, 2, engine=engine), None, Rewarded(), weight_update=update)
     live.update_weights(Weights(), 4)
     assert update.seen == ([("w", 1.0)], 4, 0)
     assert engine.version == 4

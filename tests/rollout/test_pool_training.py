@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -36,9 +35,7 @@ UPDATES = {
 }
 
 
-def start_training(
-    folder: Path, tiny_model: Path, mode: str, num_steps: int = NUM_STEPS, max_staleness: int = 2
-) -> subprocess.Popen:
+def start_training(folder: Path, tiny_model: Path, mode: str) -> subprocess.Popen:
     """Two FSDP ranks that find their servers through the name service."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = [
@@ -48,10 +45,10 @@ def start_training(
         *UPDATES[mode],
         "allocation_mode=sglang:d2+fsdp:d2",
         "sglang.context_length=512",
-        f"rollout.max_head_offpolicyness={max_staleness}",
+        "rollout.max_head_offpolicyness=2",
         "rollout.verify_weights_every=4",
-        f"total_train_steps={num_steps}",
-        f"train_dataset.dataset_kwargs.num_rows={4 * num_steps}",
+        f"total_train_steps={NUM_STEPS}",
+        f"train_dataset.dataset_kwargs.num_rows={4 * NUM_STEPS}",
         "gconfig.max_new_tokens=32",
         "gconfig.ignore_eos=true",
     ]
@@ -91,40 +88,6 @@ def all_are_updated(servers) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["disk", "xccl"])
-def test_training_continues_within_15_s_when_a_server_is_stopped(start_server, tiny_model, tmp_path, mode):
-    names, log, num_steps = FolderNames(tmp_path / "names"), tmp_path / "train.log", 60
-    servers = [start_server().wait_until_ready() for _ in range(2)]
-    for process in servers:
-        register_server(names, "tiny", "test", process.server.address)
-
-    def num_trained() -> int:
-        return len(list((tmp_path / "record" / "steps").glob("*/step.json")))
-
-    training = start_training(tmp_path, tiny_model, mode, num_steps, max_staleness=0)
-    try:
-        wait_for(training, log, lambda: num_trained() >= 4)
-        servers[1].stop()
-        begin, before = time.monotonic(), num_trained()
-        wait_for(training, log, lambda: num_trained() >= before + 2)
-        assert time.monotonic() - begin < 15.0
-        servers[1].go_on()
-        version = int(weight_version(servers[0].server, SGLANG))
-        wait_for(training, log, lambda: int(weight_version(servers[1].server, SGLANG)) > version)
-        assert training.wait(200) == 0, log.read_text()[-3000:]
-    finally:
-        training.kill()
-        training.wait()
-    lines = log.read_text().splitlines()
-    hung = [line for line in lines if f"inference server hung: {servers[1].server.address}" in line]
-    assert len(hung) <= 2  # one for each rank's client, or none if it had no request running
-    assert sum("inference server serving" in line for line in lines) >= 2
-    document = json.loads(next(tmp_path.rglob("server_health.json")).read_text())
-    assert {found["address"] for found in document["servers"]} == {p.server.address for p in servers}
-    assert all(found["ok"] > 0 and found["rejected"] == 0 for found in document["servers"])
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("mode", UPDATES)
 def test_twenty_kills_during_a_training_run(start_server, tiny_model, tmp_path, mode):
     names, dice = FolderNames(tmp_path / "names"), random.Random(mode)
@@ -152,6 +115,10 @@ def test_twenty_kills_during_a_training_run(start_server, tiny_model, tmp_path, 
     finally:
         training.kill()
         training.wait()
+    health = json.loads(next(tmp_path.rglob("server_health.json")).read_text())
+    assert {process.server.address for process in servers} <= {
+        found["address"] for found in health["servers"]
+    }
     seen = Counter()
     record = open_record(tmp_path / "record")
     for step in record.steps:

@@ -15,17 +15,6 @@ def query(servers: list[Server], prompt=(5, 6), sampling=None, **options) -> Mod
     return ask(servers, [request], **options)[0]
 
 
-def test_tokens_logprobs_and_reason_are_those_of_the_server(start_fake):
-    response = query([start_fake().server])
-    assert response == ModelResponse(
-        input_tokens=[5, 6],
-        output_tokens=[7, 8, 9],
-        output_logprobs=[-0.07, -0.08, -0.09],
-        output_versions=[0, 0, 0],
-        stop_reason="length",
-    )
-
-
 def test_request_carries_every_sampling_option(start_fake):
     fake = start_fake()
     sampling = Sampling(
