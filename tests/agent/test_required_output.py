@@ -12,7 +12,7 @@ from areal_core.agent.errors import BadRequest
 from areal_core.agent.grammar import server_parameters
 from areal_core.agent.output_parsers import parse_tool_calls
 from areal_core.rollout.types import ModelRequest, Sampling
-from tests.rollout.sampled import ask
+from tests.rollout.sampled import ask, logprobs_of
 
 PARAMETERS = {
     "type": "object",
@@ -122,8 +122,5 @@ def test_a_real_server_samples_the_answer_with_the_models_logprobs(
     if response.stop_reason == "stop":  # a random model may reason up to its limit
         assert json.loads(text.partition("</think>")[2] or text)["x"] in (1, 22)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    ids = torch.tensor([response.input_tokens + response.output_tokens])
-    with torch.no_grad():
-        logprobs = model(ids).logits[0, len(response.input_tokens) - 1 : -1].log_softmax(-1)
-    expected = logprobs.gather(1, torch.tensor(response.output_tokens)[:, None]).squeeze(1)
+    expected = logprobs_of(model, response.input_tokens, response.output_tokens)
     torch.testing.assert_close(torch.tensor(response.output_logprobs), expected, atol=5e-6, rtol=0)

@@ -19,7 +19,10 @@ from aiohttp import web
 from areal_core.launch.server_process import free_port
 from areal_core.launch.sglang_process import SHIM, SGLangServer
 from areal_core.rollout.http_thread import HttpThread
+from areal_core.servers.pool import ServerPool
 from areal_core.servers.server import Server, is_healthy
+from areal_core.servers.sglang import SGLANG
+from areal_core.servers.weight_update import DiskUpdate
 from areal_core.testing import make_tiny_model
 from areal_core.testing.embedded_server import serve
 from tests.forks import ForkedProgram
@@ -131,6 +134,28 @@ def start_fake() -> Iterator[Callable[[], FakeServer]]:
     yield start
     for fake in started:
         fake.stop()
+
+
+@pytest.fixture
+def pool_of() -> Iterator[Callable[..., ServerPool]]:
+    """`pool_of(fake, server, **options)`: pools of SGLang's protocol; all are closed at the end."""
+    with ExitStack() as started:
+
+        def make(*servers: Server | FakeServer, **options) -> ServerPool:
+            plain = [getattr(server, "server", server) for server in servers]
+            return started.enter_context(closing(ServerPool(plain, SGLANG, **options)))
+
+        yield make
+
+
+@pytest.fixture
+def update_by_disk(pool_of, tmp_path) -> Callable[..., DiskUpdate]:
+    """`update_by_disk(fake, **options)`: an update of servers by files of a model without weights."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return lambda *fakes, **options: DiskUpdate(
+        pool_of(*fakes), tmp_path / "update", tmp_path / "model", **options
+    )
 
 
 class ServerProcess:

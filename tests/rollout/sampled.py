@@ -20,11 +20,15 @@ LENGTHS = [400, 500, 600, 700]  # unlike, so that a completion is under way at a
 MAX_UPDATES = 20  # until one meets a completion
 
 
-def ask(servers, requests: list[ModelRequest], **options) -> list[ModelResponse]:
-    """Send requests at once, by a client with these options."""
+def ask(
+    servers, requests: list[ModelRequest], wire=SGLANG, version=0, retry_delay_s=0.01, **options
+) -> list[ModelResponse]:
+    """Send requests at once, by a client with these options that knows `version`."""
 
     async def work() -> list[ModelResponse]:
-        client = FleetClient(servers, SGLANG, retry_delay_s=0.01, **options)
+        client = FleetClient(servers, wire, retry_delay_s=retry_delay_s, **options)
+        if version:
+            await asyncio.to_thread(client.set_version, version)
         try:
             return await asyncio.gather(*map(client.agenerate, requests))
         finally:
@@ -34,25 +38,18 @@ def ask(servers, requests: list[ModelRequest], **options) -> list[ModelResponse]
 
 
 def generate(pool, num_requests=6, max_new_tokens=24, version=0, **sampling) -> list[ModelResponse]:
-    """Sample from the servers of a pool, as a client that knows `version`."""
+    """Sample from the servers of a pool."""
+    law = Sampling(max_new_tokens=max_new_tokens, temperature=TEMPERATURE, **sampling)
+    requests = [ModelRequest(input_ids=list(range(10, 14 + i)), sampling=law) for i in range(num_requests)]
+    return ask(pool.servers, requests, pool.wire, version, num_retries=1, retry_delay_s=0.1)
 
-    async def work() -> list[ModelResponse]:
-        client = FleetClient(pool.servers, pool.wire, num_retries=1, retry_delay_s=0.1)
-        if version:
-            await asyncio.to_thread(client.set_version, version)
-        requests = [
-            ModelRequest(
-                input_ids=list(range(10, 14 + i)),
-                sampling=Sampling(max_new_tokens=max_new_tokens, temperature=TEMPERATURE, **sampling),
-            )
-            for i in range(num_requests)
-        ]
-        try:
-            return await asyncio.gather(*(client.agenerate(request) for request in requests))
-        finally:
-            await client.aclose()
 
-    return asyncio.run(work())
+@torch.no_grad()
+def logprobs_of(model, prompt: list[int], tokens: list[int], temperature=1.0) -> torch.Tensor:
+    """Return the log-probs by a plain forward of tokens that were sampled after a prompt."""
+    ids = torch.tensor([prompt + tokens])
+    logprobs = (model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature).log_softmax(-1)
+    return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
 def sample_while(client: FleetClient, update: Callable[[], None]) -> list[ModelResponse]:
@@ -96,12 +93,9 @@ def check_interrupted_completions(pool, model, model_path, folder, mode: str, ve
     interrupting.close()
 
 
-@torch.no_grad()
 def assert_sampled_by(model, responses: list[ModelResponse]) -> None:
     for r in responses:
-        tokens = torch.tensor([r.input_tokens + r.output_tokens])
-        logprobs = (model(tokens).logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, tokens[0, 1:, None])
-        expected = logprobs[len(r.input_tokens) - 1 :, 0]
+        expected = logprobs_of(model, r.input_tokens, r.output_tokens, TEMPERATURE)
         torch.testing.assert_close(torch.tensor(r.output_logprobs), expected, atol=1e-5, rtol=0)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.testing.embedded_server import EmbeddedServer
+from tests.rollout.sampled import logprobs_of
 
 PROMPT = [10, 11, 12]
 
@@ -97,13 +98,6 @@ def pause_at(gate, embedded, query, body) -> None:
         pausing.result(20)
 
 
-@torch.no_grad()
-def logprobs_of(model, tokens, temperature=1.0) -> torch.Tensor:
-    ids = torch.tensor([PROMPT + tokens])
-    logprobs = (model(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
-    return logprobs.gather(1, ids[0, 1:, None])[len(PROMPT) - 1 :, 0]
-
-
 def versions_of(meta) -> list[str]:
     return [span["version"] for span in meta["weight_versions"] for _ in range(span["start"], span["end"])]
 
@@ -116,7 +110,7 @@ def test_tokens_come_with_the_models_logprobs_and_the_name_of_its_weights(query,
     meta = reply["meta_info"]
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     found = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
-    torch.testing.assert_close(found, logprobs_of(model, reply["output_ids"], 0.7), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, logprobs_of(model, PROMPT, reply["output_ids"], 0.7), atol=1e-5, rtol=0)
     assert [entry[1] for entry in meta["output_token_logprobs"]] == reply["output_ids"]
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["id"]) == (
         3,
@@ -182,7 +176,7 @@ def test_a_pause_that_keeps_requests_lets_them_cross_new_weights(
     assert versions == [old_name] * cut + ["8"] * (12 - cut)
     assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
     found = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
-    by_other = logprobs_of(other, reply["output_ids"])
+    by_other = logprobs_of(other, PROMPT, reply["output_ids"])
     if mode == "retract":  # the cache was computed again, by the new weights
         torch.testing.assert_close(found[cut:], by_other[cut:], atol=1e-5, rtol=0)
     else:

@@ -18,10 +18,8 @@ from areal_core.servers import health
 from areal_core.servers.client import FleetClient
 from areal_core.servers.health import State
 from areal_core.servers.identity import RunModel
-from areal_core.servers.pool import ServerPool
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
-from areal_core.servers.weight_update import DiskUpdate
 from tests.rollout.chaos.faults import REFUSED, WRONG_BODY, WRONG_JSON, WRONG_STATUS, with_logprob
 
 VOCABULARY = 1000
@@ -275,29 +273,23 @@ def test_a_server_that_asks_for_a_delay_gets_no_request_meanwhile(start_fake, ca
 @pytest.mark.parametrize(
     "route", ["/pause_generation", "/update_weights_from_disk", "/continue_generation", "/weights_checker"]
 )
-def test_one_server_that_refuses_a_weight_update_is_left_out_of_it(start_fake, tmp_path, route):
-    (tmp_path / "config.json").write_text("{}")
+def test_one_server_that_refuses_a_weight_update_is_left_out_of_it(start_fake, update_by_disk, route):
     refusing, good = start_fake(), start_fake()
     refusing.refuse[route] = (500, {"error": {"message": "boom"}})
-    pool = ServerPool([refusing.server, good.server], SGLANG)
-    update = DiskUpdate(pool, tmp_path / "update", tmp_path, check=WeightCheck(every=0))
+    update = update_by_disk(refusing, good, check=WeightCheck(every=0))
     if route == "/weights_checker":
-        pool.post(SGLANG.checksums())
+        update.pool.post(SGLANG.checksums())
     else:
         update.send(iter({"w": torch.ones(2)}.items()), 1)
-    assert pool.servers == [good.server]
+    assert update.pool.servers == [good.server]
     del refusing.refuse[route]
     update.send(iter({"w": torch.ones(2)}.items()), 2)
-    assert set(pool.servers) == {refusing.server, good.server}
-    pool.close()
+    assert set(update.pool.servers) == {refusing.server, good.server}
 
 
-def test_a_weight_update_that_every_server_refuses_is_an_error(start_fake, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+def test_a_weight_update_that_every_server_refuses_is_an_error(start_fake, update_by_disk):
     fakes = [start_fake(), start_fake()]
     for fake in fakes:
         fake.refuse["/update_weights_from_disk"] = (400, {"success": False, "message": "no such tensor"})
-    pool = ServerPool([fake.server for fake in fakes], SGLANG)
     with pytest.raises(WeightUpdateFailed, match="no such tensor"):
-        DiskUpdate(pool, tmp_path / "update", tmp_path).send(iter({"w": torch.ones(2)}.items()), 1)
-    pool.close()
+        update_by_disk(*fakes).send(iter({"w": torch.ones(2)}.items()), 1)

@@ -10,6 +10,7 @@ from areal_core.embedded.engine import EmbeddedEngine, ReplicaUpdate
 from areal_core.embedded.generate import draw
 from areal_core.embedded.replica import Replica
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from tests.rollout.sampled import logprobs_of
 
 PROMPTS = [[7], [9, 8, 7], list(range(5, 25)), [30, 31], [50] * 12, [60, 61, 62, 63]]
 
@@ -37,11 +38,6 @@ def sample(replica, requests, *, seed=0, version=0, end_token_ids=(), **options)
     return asyncio.run(work())
 
 
-def logits_after(replica, tokens: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return replica.model(torch.tensor([tokens])).logits[0]
-
-
 def test_logprobs_equal_those_of_a_forward_without_cache_or_padding(replica):
     lengths = [1, 3, 12, 7, 12, 2]  # rows end at different times: the batch shrinks twice
     requests = [request(i, Sampling(max_new_tokens=n, temperature=0.7)) for i, n in enumerate(lengths)]
@@ -49,11 +45,8 @@ def test_logprobs_equal_those_of_a_forward_without_cache_or_padding(replica):
         assert len(response.output_tokens) == length
         assert response.stop_reason == "length"
         assert response.output_versions == [5] * length
-        logits = logits_after(replica, response.input_tokens + response.output_tokens)[:-1]
-        expected = (
-            (logits / 0.7).log_softmax(-1)[-length:].gather(1, torch.tensor([response.output_tokens]).T)
-        )
-        torch.testing.assert_close(torch.tensor(response.output_logprobs), expected[:, 0], atol=1e-5, rtol=0)
+        expected = logprobs_of(replica.model, response.input_tokens, response.output_tokens, 0.7)
+        torch.testing.assert_close(torch.tensor(response.output_logprobs), expected, atol=1e-5, rtol=0)
 
 
 def test_what_a_row_samples_does_not_depend_on_its_neighbours_or_their_order(replica):
@@ -71,7 +64,10 @@ def test_what_a_row_samples_does_not_depend_on_its_neighbours_or_their_order(rep
 
 def test_greedy_takes_the_likeliest_token_with_the_logprob_of_temperature_one(replica):
     (response,) = sample(replica, [request(2, Sampling(max_new_tokens=5, greedy=True, temperature=0.3))])
-    logits = logits_after(replica, response.input_tokens + response.output_tokens)[-6:-1]
+    with torch.no_grad():
+        logits = replica.model(torch.tensor([response.input_tokens + response.output_tokens])).logits[
+            0, -6:-1
+        ]
     assert response.output_tokens == logits.argmax(-1).tolist()
     expected = logits.log_softmax(-1).max(-1).values
     torch.testing.assert_close(torch.tensor(response.output_logprobs), expected, atol=1e-5, rtol=0)

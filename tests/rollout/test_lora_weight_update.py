@@ -14,14 +14,13 @@ from areal_core.engine.lora import Adapter, AdapterTensors, add_adapters, traine
 from areal_core.rollout.errors import RequestRefused, WeightUpdateFailed
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers.client import FleetClient
-from areal_core.servers.pool import ServerPool
 from areal_core.servers.server import Server, call
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import AdapterUpdate
 from areal_core.testing.embedded_server import EmbeddedServer
 
-from .sampled import sample_while
+from .sampled import ask, logprobs_of, sample_while
 from .test_embedded_server import Gate
 
 RANK, TEMPERATURE = 4, 0.8
@@ -45,18 +44,15 @@ def change(model, seed: int) -> None:
 
 
 @pytest.fixture
-def update_of(tiny_model, tmp_path):
+def update_of(tiny_model, tmp_path, pool_of):
     """Create an adapter update for some servers."""
-    pools = []
 
     def make(*servers: Server, every: int = 0) -> AdapterUpdate:
-        pools.append(ServerPool(servers, SGLANG, timeout_s=60.0))
         adapter = Adapter(RANK, 8, str(tiny_model))
-        return AdapterUpdate(pools[-1], tmp_path / "update", adapter, "tiny", check=WeightCheck(every))
+        pool = pool_of(*servers, timeout_s=60.0)
+        return AdapterUpdate(pool, tmp_path / "update", adapter, "tiny", check=WeightCheck(every))
 
-    yield make
-    for pool in pools:
-        pool.close()
+    return make
 
 
 @pytest.fixture
@@ -76,34 +72,18 @@ def embedded(tiny_model, serve_application):
 def generate(servers: list[Server], version: int = 0, count: int = 4) -> list[ModelResponse]:
     """Return the responses to a client that knows this version."""
     sampling = Sampling(max_new_tokens=16, temperature=TEMPERATURE, ignore_eos=True)
-    client = FleetClient(servers, SGLANG, lora_name="tiny")
-    if version:
-        client.set_version(version)
-
-    async def work() -> list[ModelResponse]:
-        requests = [ModelRequest(input_ids=list(range(10, 14 + i)), sampling=sampling) for i in range(count)]
-        try:
-            return await asyncio.gather(*(client.agenerate(request) for request in requests))
-        finally:
-            await client.aclose()
-
-    responses = asyncio.run(work())
-    client.close()
-    return responses
+    requests = [ModelRequest(input_ids=list(range(10, 14 + i)), sampling=sampling) for i in range(count)]
+    return ask(servers, requests, version=version, lora_name="tiny")
 
 
-@torch.no_grad()
-def logprobs_of(model, r: ModelResponse) -> torch.Tensor:
-    """Return the model's logprobs of the sampled tokens."""
-    tokens = torch.tensor([r.input_tokens + r.output_tokens])
-    logprobs = (model(tokens).logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(1, tokens[0, 1:, None])
-    return logprobs[len(r.input_tokens) - 1 :, 0]
+def own_logprobs(model, r: ModelResponse) -> torch.Tensor:
+    return logprobs_of(model, r.input_tokens, r.output_tokens, TEMPERATURE)
 
 
 def worst_difference(model, responses: list[ModelResponse]) -> float:
     """Return the largest difference between the logprobs of the engine and of the model."""
     return max(
-        float((torch.tensor(r.output_logprobs) - logprobs_of(model, r)).abs().max()) for r in responses
+        float((torch.tensor(r.output_logprobs) - own_logprobs(model, r)).abs().max()) for r in responses
     )
 
 
@@ -239,8 +219,8 @@ def test_a_completion_that_an_update_aborts_continues_with_the_new_adapter(
     assert response.output_versions == [1] * 20 + [2] * 20
     logprobs = torch.tensor(response.output_logprobs)
     for model, part in ((first, slice(0, 20)), (adapted, slice(20, 40))):
-        torch.testing.assert_close(logprobs[part], logprobs_of(model, response)[part], atol=1e-5, rtol=0)
-    assert (logprobs - logprobs_of(first, response))[20:].abs().max() > 0.05
+        torch.testing.assert_close(logprobs[part], own_logprobs(model, response)[part], atol=1e-5, rtol=0)
+    assert (logprobs - own_logprobs(first, response))[20:].abs().max() > 0.05
 
 
 def test_a_server_that_restarts_without_the_adapter_gets_no_more_requests(embedded, update_of, adapted):
@@ -281,7 +261,7 @@ def test_a_real_server_samples_with_the_adapters_that_are_sent(tiny_model, adapt
             assert_served_once_updated(update, server, adapted, base, version)
         cut = aborted_by_an_update(server, update, adapted)
         assert cut.output_versions == sorted(cut.output_versions)
-        ends = torch.tensor(cut.output_logprobs) - logprobs_of(adapted, cut)
+        ends = torch.tensor(cut.output_logprobs) - own_logprobs(adapted, cut)
         assert ends[torch.tensor(cut.output_versions) == 4].abs().max() < 1e-5
         ask = partial(call, server, "POST", "/generate")
         body = {"input_ids": [10, 11], "sampling_params": {"max_new_tokens": 2}}

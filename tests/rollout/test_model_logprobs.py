@@ -16,7 +16,7 @@ from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers.client import FleetClient
 from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
-from tests.rollout.sampled import ask
+from tests.rollout.sampled import ask, logprobs_of
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]})
 
@@ -107,11 +107,7 @@ def test_a_server_that_scores_positive_numbers_is_quarantined_and_another_serves
 def of_model(tiny_model, response: ModelResponse) -> torch.Tensor:
     """Return the log-probs of the sampled tokens by Transformers, [tokens]."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    ids = torch.tensor([response.input_tokens + response.output_tokens])
-    with torch.no_grad():
-        logprobs = model(ids).logits[0].log_softmax(-1)
-    num_prompt = len(response.input_tokens)
-    return logprobs[num_prompt - 1 : -1].gather(1, ids[0, num_prompt:, None]).squeeze(1)
+    return logprobs_of(model, response.input_tokens, response.output_tokens)
 
 
 def test_the_embedded_engine_reports_the_models_own_logprobs_at_another_temperature(tiny_model):

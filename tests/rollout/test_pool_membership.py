@@ -12,7 +12,6 @@ from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.servers.client import FleetClient
 from areal_core.servers.discovery import Discovery, FolderNames, register_server, wait_until_ready
 from areal_core.servers.identity import run_model
-from areal_core.servers.pool import ServerPool
 from areal_core.servers.router import SPARE_REQUESTS, Router
 from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
@@ -30,7 +29,7 @@ def write_config(folder, **config):
 
 
 def test_a_dead_discovered_server_is_forgotten_but_a_configured_one_is_waited_for(
-    start_fake, caplog, tmp_path
+    start_fake, pool_of, caplog, tmp_path
 ):
     alive, dead = start_fake(), start_fake()
     dead.stop()
@@ -39,14 +38,12 @@ def test_a_dead_discovered_server_is_forgotten_but_a_configured_one_is_waited_fo
         register_server(names, "exp", "trial", fake.server.address)
     discovery = Discovery((), names, "exp", "trial")
     assert wait_until_ready(discovery, timeout_s=1) == [alive.server]
-    pool = ServerPool([alive.server], SGLANG, discovery=discovery)
-    pool.refresh()
+    pool_of(alive, discovery=discovery).refresh()
     assert discovery.servers() == [alive.server]
     with pytest.raises(ServerDied, match=f"not ready after 0 s: server {dead.server.address}"):
         wait_until_ready(Discovery((dead.server,)), timeout_s=0)
     waited = f"waiting up to 0 s for inference servers that do not answer yet: {dead.server.address}"
     assert waited in caplog.messages
-    pool.close()
 
 
 # ---- identity
@@ -59,14 +56,13 @@ def test_a_server_of_the_runs_model_is_accepted_wherever_its_machine_mounts_it(s
 
 
 def test_a_wrong_server_that_joins_a_running_training_is_ignored_with_one_warning(
-    start_fake, caplog, tmp_path
+    start_fake, pool_of, caplog, tmp_path
 ):
     good, wrong = start_fake(), start_fake()
     wrong.server_info["version"] = "0.3.0"
     names = FolderNames(tmp_path)
-    pool = ServerPool(
-        [good.server], SGLANG, discovery=Discovery((good.server,), names, "e", "t"), model=run_model("tiny")
-    )
+    discovery = Discovery((good.server,), names, "e", "t")
+    pool = pool_of(good, discovery=discovery, model=run_model("tiny"))
     register_server(names, "e", "t", wrong.server.address)
     with caplog.at_level(logging.WARNING):
         pool.refresh()
@@ -76,19 +72,16 @@ def test_a_wrong_server_that_joins_a_running_training_is_ignored_with_one_warnin
         f"an inference server cannot join: the server at {wrong.server.address} is SGLang 0.3.0, which is too old: "
         "use 0.5 (0.5.23 is tested)"
     ]
-    pool.close()
 
 
-def test_a_server_updated_by_an_earlier_run_reloads_the_models_own_weights_first(start_fake):
+def test_a_server_updated_by_an_earlier_run_reloads_the_models_own_weights_first(start_fake, pool_of):
     fresh, used = start_fake(), start_fake()
     used.weight_version = "12"
-    pool = ServerPool([fresh.server, used.server], SGLANG, model=run_model("tiny"))
-    pool.load_first_weights(version=0)
+    pool_of(fresh, used, model=run_model("tiny")).load_first_weights(version=0)
     assert fresh.calls == []
     assert used.calls == [
         ("/update_weights_from_disk", {"model_path": "tiny", "weight_version": "0", "flush_cache": True})
     ]
-    pool.close()
 
 
 # ---- routing

@@ -4,9 +4,7 @@ import pytest
 
 from areal_core.rollout.errors import RequestRefused
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.servers.pool import ServerPool
 from areal_core.servers.server import Server
-from areal_core.servers.sglang import SGLANG
 from tests.rollout.sampled import ask
 
 
@@ -83,10 +81,8 @@ def test_a_refused_request_is_not_retried_and_its_payload_stays_out_of_the_messa
     assert len(fake.calls) == 1
 
 
-def test_false_success_with_status_200_is_an_error(start_fake):
+def test_false_success_with_status_200_is_an_error(start_fake, pool_of):
     fake = start_fake()
     fake.refuse["/pause_generation"] = (200, {"success": False, "message": "not now"})
-    pool = ServerPool([fake.server], SGLANG)
     with pytest.raises(RequestRefused, match="not now"):
-        pool.pause()
-    pool.close()
+        pool_of(fake).pause()

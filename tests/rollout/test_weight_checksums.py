@@ -9,10 +9,7 @@ from torch import Tensor
 
 from areal_core.rollout.errors import WeightUpdateFailed
 from areal_core.servers.delta import Delta
-from areal_core.servers.pool import ServerPool
-from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import ExpectedWeights, WeightCheck, sha256_of, words_hash
-from areal_core.servers.weight_update import DiskUpdate
 from areal_core.servers.wire import HeldWeights
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
@@ -88,20 +85,13 @@ def checker_reply(checksums: dict[str, str], tp_size: int = 1) -> dict:
 
 
 @pytest.fixture
-def update_of(start_fake, tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    pools = []
-
-    def make(checksums: dict[str, str], every: int = 1, refuse: tuple[int, dict] | None = None):
+def update_of(start_fake, update_by_disk):
+    def make(checksums: dict[str, str], every: int = 1):
         fake = start_fake()
-        fake.refuse["/weights_checker"] = refuse or (200, checker_reply(checksums))
-        pools.append(ServerPool([fake.server], SGLANG))
-        return fake, DiskUpdate(pools[-1], tmp_path / "update", tmp_path / "model", check=WeightCheck(every))
+        fake.refuse["/weights_checker"] = 200, checker_reply(checksums)
+        return fake, update_by_disk(fake, check=WeightCheck(every))
 
-    yield make
-    for pool in pools:
-        pool.close()
+    return make
 
 
 WEIGHTS = {Q: torch.ones(2, 2), K: torch.ones(2, 2), V: torch.ones(2, 2), "norm": torch.ones(2)}

@@ -8,38 +8,16 @@ from safetensors.torch import load_file
 
 from areal_core.launch.torchrun import run_ranks
 from areal_core.rollout.errors import WeightUpdateFailed
-from areal_core.servers.pool import ServerPool
-from areal_core.servers.sglang import SGLANG
-from areal_core.servers.weight_update import BroadcastUpdate, DiskUpdate
+from areal_core.servers.weight_update import BroadcastUpdate
 
 WEIGHTS = {"a": torch.arange(4.0), "b": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.zeros(3)}
 
 
-@pytest.fixture
-def pool_of():
-    pools = []
-
-    def make(*fakes) -> ServerPool:
-        pools.append(ServerPool([fake.server for fake in fakes], SGLANG))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
-
-
-@pytest.fixture
-def model_path(tmp_path) -> Path:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    return tmp_path / "model"
-
-
-def test_disk_update_pauses_loads_resumes_and_leaves_no_files(start_fake, pool_of, model_path, tmp_path):
+def test_disk_update_pauses_loads_resumes_and_leaves_no_files(start_fake, update_by_disk, tmp_path):
     fake = start_fake()
     written = {}
-    pool = pool_of(fake)
-    post = pool.post
+    update = update_by_disk(fake, bucket_bytes=24)
+    post = update.pool.post
 
     def look_then_post(call, **options):
         if call.path == "/update_weights_from_disk":
@@ -49,8 +27,8 @@ def test_disk_update_pauses_loads_resumes_and_leaves_no_files(start_fake, pool_o
             assert (folder / "config.json").exists()
         return post(call, **options)
 
-    pool.post = look_then_post
-    DiskUpdate(pool, tmp_path / "update", model_path, bucket_bytes=24).send(iter(WEIGHTS.items()), 3)
+    update.pool.post = look_then_post
+    update.send(iter(WEIGHTS.items()), 3)
 
     folder = str(tmp_path / "update" / "v3")
     assert fake.calls == [
@@ -64,13 +42,13 @@ def test_disk_update_pauses_loads_resumes_and_leaves_no_files(start_fake, pool_o
 
 
 def test_after_a_failed_update_generation_continues_and_all_weights_were_iterated(
-    start_fake, pool_of, model_path, tmp_path
+    start_fake, update_by_disk, tmp_path
 ):
     fake = start_fake()
     fake.refuse["/update_weights_from_disk"] = (400, {"success": False, "message": "size mismatch for a"})
     weights = iter(WEIGHTS.items())
     with pytest.raises(WeightUpdateFailed, match="size mismatch for a"):
-        DiskUpdate(pool_of(fake), tmp_path / "update", model_path).send(weights, 1)
+        update_by_disk(fake).send(weights, 1)
     assert fake.routes()[-1] == "/continue_generation"
     assert list(weights) == []
     assert list((tmp_path / "update").iterdir()) == []
@@ -115,12 +93,13 @@ except WeightUpdateFailed as failed:
 
 
 @pytest.mark.long
-def test_a_failure_on_rank_0_reaches_every_rank(start_fake, tmp_path, model_path, capfd):
+def test_a_failure_on_rank_0_reaches_every_rank(start_fake, tmp_path, capfd):
     fake = start_fake()
     fake.refuse["/pause_generation"] = (503, {"success": False, "message": "shutting down"})
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    code = run_ranks([str(script), fake.server.address, str(model_path)], 2, {}, tmp_path / "logs")
+    (tmp_path / "config.json").write_text("{}")
+    code = run_ranks([str(script), fake.server.address, str(tmp_path)], 2, {}, tmp_path / "logs")
     log = (tmp_path / "logs" / "trainer.log").read_text()
     assert code == 7
     for rank in (0, 1):

@@ -1,6 +1,5 @@
 """A real vLLM server on the CPU: its log-probs, weight updates, and what it refuses."""
 
-import asyncio
 import json
 import os
 import signal
@@ -13,8 +12,7 @@ from areal_core.config import VLLMConfig
 from areal_core.launch.server_process import InferenceServer
 from areal_core.launch.vllm_process import server_args, server_command, server_environment
 from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed, WrongServer
-from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.servers.client import FleetClient
+from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.servers.identity import run_model
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.server import call
@@ -83,9 +81,7 @@ def test_a_server_scores_given_tokens_as_transformers_does(pool, model):
     row, num_prompt = [10, 11, 12, *range(40, 60)], 3
     body = call(pool.servers[0], "POST", VLLM.routes.generate, VLLM.score_payload(row, num_prompt, "score"))
     scored = VLLM.parse_score(body.encode(), row[num_prompt:])
-    with torch.no_grad():
-        logprobs = model(torch.tensor([row])).logits[0, num_prompt - 1 : -1].log_softmax(-1)
-    expected = logprobs.gather(1, torch.tensor(row[num_prompt:])[:, None])[:, 0]
+    expected = sampled.logprobs_of(model, row[:num_prompt], row[num_prompt:])
     torch.testing.assert_close(torch.tensor(scored.logprobs), expected, atol=1e-5, rtol=0)
     assert scored.version is None
 
@@ -153,16 +149,9 @@ def test_weights_of_a_wrong_shape_are_refused_and_the_next_update_repairs_the_se
 
 
 def test_a_request_beyond_the_context_is_refused_with_the_servers_message(pool):
-    async def work() -> ModelResponse:
-        client = FleetClient(pool.servers, VLLM)
-        request = ModelRequest(input_ids=[10] * 1100, sampling=Sampling(max_new_tokens=5))
-        try:
-            return await client.agenerate(request)
-        finally:
-            await client.aclose()
-
+    request = ModelRequest(input_ids=[10] * 1100, sampling=Sampling(max_new_tokens=5))
     with pytest.raises(RequestRefused, match="longer than the maximum model length of 1024"):
-        asyncio.run(work())
+        sampled.ask(pool.servers, [request], VLLM)
 
 
 def test_a_restarted_server_gets_no_request_until_it_has_the_weights(
