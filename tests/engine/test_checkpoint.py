@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +22,6 @@ from areal_core.engine.determinism import rng_state
 from areal_core.errors import CheckpointError, CheckpointNotWritten
 from areal_core.testing import make_tiny_model
 from tests.engine import steps_program as program
-
-PROGRAMS = Path(__file__).parent
 
 
 @pytest.fixture
@@ -184,22 +181,3 @@ def test_a_checkpoint_that_waits_for_another_rank_is_abandoned_when_that_has_fai
     with pytest.raises(CheckpointNotWritten, match="before rank 1 had written its files"):
         writing.wait()
     assert not (tmp_path / "c").exists()
-
-
-@pytest.mark.long
-def test_two_ranks_continue_from_a_checkpoint_of_one_and_one_from_theirs(
-    saved, ranks, tiny_model, tmp_path, torchrun
-):
-    printed = torchrun(PROGRAMS / "checkpoint_program.py", 2, tiny_model, saved, tmp_path)
-    engines = {name: program.make_engine(ranks, str(tiny_model), 100) for name in ("actor", "critic")}
-    load_checkpoint(saved, engines)
-    assert printed["loaded"] == {name: engine.checksums() for name, engine in engines.items()}
-    loaded = []
-    for name in ("waited", "beside"):
-        assert load_checkpoint(tmp_path / name, engines) == {"step": 1}
-        assert printed["saved"] == {name: engine.checksums() for name, engine in engines.items()}
-        loaded.append({name: everything(engine) for name, engine in engines.items()})
-    assert loaded[0] == loaded[1]
-    files = [read_checkpoint(tmp_path / name).files for name in ("waited", "beside")]
-    assert files[0] == files[1]
-    assert len(files[0]) == 4

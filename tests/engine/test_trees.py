@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from areal_core.config import OptimizerConfig, TrainEngineConfig
 from areal_core.engine.attention import KeyBlocks, Packing, attend_each
@@ -108,35 +107,6 @@ def distinct(batch):
     """Return every beginning of every row."""
     rows = zip(batch["input_ids"].tolist(), batch["attention_mask"].sum(1).tolist(), strict=True)
     return {tuple(row[:end]) for row, length in rows for end in range(1, length + 1)}
-
-
-@pytest.mark.parametrize(
-    ("data", "sequence", "tensor"),
-    [
-        pytest.param(2, 1, 1, marks=pytest.mark.long),
-        pytest.param(1, 2, 1, marks=pytest.mark.long),
-        pytest.param(1, 1, 2, marks=pytest.mark.long),
-    ],
-)
-def test_two_ranks_take_the_step_of_one_with_packed_rows(ranks, torchrun, tmp_path, data, sequence, tensor):
-    model = str(make_tiny_family(tmp_path / "model", "qwen2"))
-    seen = torchrun(program.__file__, 2, model, sequence, tensor, tmp_path / "gradients")
-    batch = program.rows()
-    engine = program.make_engine(ranks, model, False)
-    scored = engine.score(batch)
-    result, gradients = step_with_gradients(engine, batch)
-    assert seen["loss"] == pytest.approx(result.loss, rel=1e-6)
-    assert seen["repeats"] is True
-    found = load_file(tmp_path / "gradients")
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
-    if data == 1:
-        assert seen["computed"] == [[len(distinct(batch))]] * 2
-        for column, expected in zip(seen["scored"], scored, strict=True):
-            torch.testing.assert_close(torch.tensor(column), expected, rtol=0, atol=5e-6)
-    else:
-        assert seen["computed"] == [[len(distinct(program.rows(rank, 2)))] for rank in range(2)]
 
 
 def engine_of(path, ranks, **options):

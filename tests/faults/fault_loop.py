@@ -1,6 +1,6 @@
 """Run operations while their n-th call that changes the disk fails, for n = 1, 2, ...; print JSON.
 
-fault_loop.py FOLDER [--most N] [--only PATTERN] [--python]
+fault_loop.py FOLDER [--most N] [--only PATTERN]
 
 Each trial is a forked process in a copy of the folder that the operation starts from. After each
 fault: the error is one sentence, what was complete is intact, nothing incomplete has a final name,
@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import disk
-import python_disk
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, disk.KILL)
 MODES = [(error, False) for error in ERRORS] + [(errno.ENOSPC, True), (errno.EROFS, True)]
@@ -261,12 +260,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--most", type=int, default=0, help="faults an operation; 0 for all")
     parser.add_argument("--only", default="", help="regular expression of operations")
-    parser.add_argument("--python", action="store_true", help="fail what Python calls alone")
     options = parser.parse_args()
-    file = Path(os.environ[disk.CONTROL])
+    control = disk.open_control(Path(os.environ[disk.CONTROL]))
     from operations import OPERATIONS
 
-    control = python_disk.start(file) if options.python else disk.open_control(file)
     for number, operation in enumerate(OPERATIONS):
         if re.search(options.only, operation.name):
             started, root = time.monotonic(), options.folder / str(number)

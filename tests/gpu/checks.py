@@ -226,7 +226,6 @@ def check_engine(device: str, folder: Path) -> None:
         "not measurable",
         "needs SGLang beside the script: tests/debug/test_with_server.py",
     )
-    say("verify_every", "not measurable", "there is no such option yet")
     leave_ranks()
 
 

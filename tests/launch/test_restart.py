@@ -126,13 +126,6 @@ def test_a_killed_run_continues_to_the_same_bits_with_no_step_repeated(tiny_mode
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sizes", ["d2", "d1c2"])
-def test_two_ranks_of_which_one_is_killed_continue_to_the_same_bits(tiny_model, tmp_path, sizes):
-    allocation = f"allocation_mode=embedded|fsdp:{sizes}"
-    assert_killed_and_undisturbed_runs_agree(tiny_model, tmp_path, allocation, RANK_TO_KILL="1")
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("step", ["0", "1"])  # before and after the first checkpoint
 def test_a_run_that_is_recorded_and_killed_leaves_one_complete_record_that_replays(
     tiny_model, tmp_path, step
