@@ -12,9 +12,8 @@ from areal_core.rollout.workflow import episode_tensors, prompt_tokens
 
 def client_of(extra) -> openai.AsyncOpenAI:
     """Return the client of the run's own connection."""
-    return openai.AsyncOpenAI(
-        base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"]
-    )
+    given = {name: extra[name] for name in ("base_url", "api_key", "http_client")}
+    return openai.AsyncOpenAI(max_retries=0, **given)
 
 
 class Plain:

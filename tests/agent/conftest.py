@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -12,6 +14,9 @@ from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.config import AgentConfig, GenerationHyperparameters
 from areal_core.rollout.types import ModelRequest, ModelResponse
 from areal_core.testing import make_tiny_tokenizer
+from recorder import RecordingOptions, RecordWriter
+from recorder.header import write_header
+from recorder.testing import SCRIPTED_HEADER, send_step
 
 if TYPE_CHECKING:
     import anthropic
@@ -25,6 +30,30 @@ TEMPLATE = (
     "{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+WEATHER = {
+    "name": "weather",
+    "description": "Tells the weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+TOOL = {"type": "function", "function": WEATHER}
+CALLS_WEATHER = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+
+
+def trained_text(tokenizer, rows) -> list[str]:
+    """Return the tokens in the loss mask of each row, as text."""
+    return [tokenizer.decode(i[m.bool()]) for i, m in zip(rows["input_ids"], rows["loss_mask"], strict=True)]
+
+
+def record_step(folder: Path, batch, step: int = 0, config: dict | None = None) -> Path:
+    """Write a record with texts of one step into a new folder, and return the folder."""
+    folder.mkdir()
+    writer = RecordWriter(folder, options=RecordingOptions(text=True))
+    write_header(folder, replace(SCRIPTED_HEADER, config=config or SCRIPTED_HEADER.config))
+    send_step(writer, step, batch)
+    writer("end", steps=step + 1, error=None)
+    return folder
 
 
 class LineEngine:

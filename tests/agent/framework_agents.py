@@ -1,7 +1,6 @@
 """Agents of real frameworks around one weather tool; `fault` makes the tool or the agent fail.
 
-Each framework is imported by its agent only. Their reward is 1 for an answer with "rain", else the
-length of the answer in sixteenths; `RETURNED` has the rewards in the order of returns.
+Each framework is imported by its agent only. Their reward is 1 for an answer with "rain".
 """
 
 import asyncio
@@ -9,16 +8,10 @@ import asyncio
 import pydantic
 
 QUESTION = "Does it rain in Oslo?"
-CALLS_TOOL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
-RUNS_TOOL = '<code>\nprint(weather("Oslo"))\n</code>'
-
-
-RETURNED: list[float] = []
 
 
 def scored(answer: object) -> float:
-    RETURNED.append(1.0 if "rain" in str(answer) else len(str(answer)) / 16)
-    return RETURNED[-1]
+    return float("rain" in str(answer))
 
 
 class Weather:

@@ -7,15 +7,10 @@ import openai
 import pytest
 
 from areal_core.agent.transcript import without_transcripts
+from tests.agent.conftest import CALLS_WEATHER, TOOL, WEATHER
 
-WEATHER = {
-    "name": "weather",
-    "description": "Tells the weather.",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
-TOOL = {"type": "function", "function": WEATHER}
+SAYS_AND_CALLS = f"Let me look.{CALLS_WEATHER}"
 QUESTION = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
-CALLS_WEATHER = 'Let me look.<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 
 
 def test_chat_completion_answers_and_its_tokens_are_those_sampled(run_client, scripted_engine, tokenizer):
@@ -60,7 +55,7 @@ def test_chat_completion_with_tools_streamed_and_unstreamed(run_client, scripted
         chunks = [chunk async for chunk in await create(**request_options, **with_usage)]
         return unstreamed, chunks
 
-    (unstreamed, chunks), _ = run_client(scripted_engine(CALLS_WEATHER, CALLS_WEATHER), body)
+    (unstreamed, chunks), _ = run_client(scripted_engine(SAYS_AND_CALLS, SAYS_AND_CALLS), body)
     call = unstreamed.message.tool_calls[0]
     assert (unstreamed.finish_reason, unstreamed.message.content) == ("tool_calls", "Let me look.")
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
@@ -89,14 +84,14 @@ def test_responses_answer_text_and_function_calls_and_remember_the_previous_one(
         )
         return call, second
 
-    engine = scripted_engine(CALLS_WEATHER, "Rain...")
+    engine = scripted_engine(SAYS_AND_CALLS, "Rain...")
     (call, second), _ = run_client(engine, body)
     assert (call.name, call.arguments) == ("weather", '{"city": "Oslo"}')
     assert (second.output_text, second.status) == ("Rain...", "incomplete")
     assert second.usage.output_tokens == 7
     assert tokenizer.decode(engine.requests[1].input_ids) == (
         "<|system|>tools: weather<|end|><|system|>Be brief.<|end|><|user|>Oslo?<|end|>"
-        f"<|assistant|>{CALLS_WEATHER}<|end|><|user|>rain<|end|><|assistant|>"
+        f"<|assistant|>{SAYS_AND_CALLS}<|end|><|user|>rain<|end|><|assistant|>"
     )
 
 
@@ -107,7 +102,7 @@ def test_responses_stream_in_the_order_that_the_client_expects(run_client, scrip
         create = client.openai().responses.create
         return [event async for event in await create(model="m", input="Oslo?", tools=[flat], stream=True)]
 
-    events, _ = run_client(scripted_engine(CALLS_WEATHER), body)
+    events, _ = run_client(scripted_engine(SAYS_AND_CALLS), body)
     assert [event.type for event in events] == [
         "response.created",
         "response.output_item.added",
@@ -142,7 +137,7 @@ def test_anthropic_messages_with_tools_and_the_result_of_one(run_client, scripte
             ]
             return first, await client.messages.create(messages=messages, **request_options)
 
-    engine = scripted_engine(CALLS_WEATHER, "Rain.")
+    engine = scripted_engine(SAYS_AND_CALLS, "Rain.")
     (first, second), _ = run_client(engine, body, gconfig={"max_new_tokens": 20})
     assert (first.stop_reason, first.content[0].text, first.content[1].input) == (
         "tool_use",
@@ -155,7 +150,7 @@ def test_anthropic_messages_with_tools_and_the_result_of_one(run_client, scripte
         6,
     )
     assert tokenizer.decode(engine.requests[1].input_ids).endswith(
-        f"<|assistant|>{CALLS_WEATHER}<|end|><|user|>rain<|end|><|assistant|>"
+        f"<|assistant|>{SAYS_AND_CALLS}<|end|><|user|>rain<|end|><|assistant|>"
     )
     assert engine.requests[0].sampling.max_new_tokens == 20  # the client's request is cut to the run's limit
 
@@ -170,7 +165,7 @@ def test_anthropic_stream_rebuilds_the_message(run_client, scripted_engine):
             text = [piece async for piece in stream.text_stream]
             return text, await stream.get_final_message()
 
-    (text, final), _ = run_client(scripted_engine("<think>hm</think>" + CALLS_WEATHER), body)
+    (text, final), _ = run_client(scripted_engine("<think>hm</think>" + SAYS_AND_CALLS), body)
     assert text == ["Let me look."]
     assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
     assert (final.content[0].thinking, final.content[2].input, final.stop_reason) == (

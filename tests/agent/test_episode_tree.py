@@ -10,15 +10,12 @@ from areal_core.agent.conversation import BRANCHES
 from areal_core.agent.episode_stats import describe_broken, log_episodes
 from areal_core.rollout.episodes import assemble
 from areal_core.telemetry.stats import Stats
-from recorder import RecordingOptions, RecordWriter, open_record, verify
-from recorder.header import write_header
+from recorder import open_record, verify
 from recorder.integrity.contents import calls_problems
-from recorder.testing import SCRIPTED_HEADER, send_step
 from tests.agent.agents_under_test import client_of
+from tests.agent.conftest import CALLS_WEATHER, TOOL, record_step, trained_text
 
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
-CALLS_WEATHER = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 CALLS_WEATHER_SPACED = '<tool_call>{"name":  "weather", "arguments": {"city":"Oslo"}}</tool_call>'
 
 
@@ -67,10 +64,6 @@ def turns_of(rows) -> list[list[int]]:
     return [[turn - 1 for turn in row.unique().tolist() if turn] for row in rows["turns"]]
 
 
-def trained_text(tokenizer, rows) -> list[str]:
-    return [tokenizer.decode(i[m.bool()]) for i, m in zip(rows["input_ids"], rows["loss_mask"], strict=True)]
-
-
 @pytest.mark.parametrize(("turn_discount", "returns"), [(1.0, [1.0, 1.0, 1.0]), (0.5, [0.25, 0.5, 1.0])])
 def test_the_calls_before_a_compaction_are_credited_with_the_reward_after_it(
     episode, scripted_engine, turn_discount, returns
@@ -106,11 +99,11 @@ def test_a_turn_of_two_branches_is_in_the_loss_mask_of_the_first_row_only(
             ([Q], [Q, -1, Q1]), ("<think>hm</think>a", "b"), {}, ("reasoning", 0), id="reasoning"
         ),
         pytest.param(
-            ([Q], [Q, -1, Q1]), (CALLS_WEATHER_SPACED, "b"), {"tools": (WEATHER, WEATHER)}, ("tool_call", 0),
+            ([Q], [Q, -1, Q1]), (CALLS_WEATHER_SPACED, "b"), {"tools": (TOOL, TOOL)}, ("tool_call", 0),
             id="tool call",
         ),
         pytest.param(
-            ([Q], [Q, -1, Q1]), ("a", "b"), {"tools": (WEATHER, TIME)}, ("tools_changed", 0), id="tools"
+            ([Q], [Q, -1, Q1]), ("a", "b"), {"tools": (TOOL, TIME)}, ("tools_changed", 0), id="tools"
         ),
         pytest.param(
             ([S, Q], [system("t"), Q, -1, Q1]), ("a", "b"), {}, ("system_rewritten", 0), id="system prompt"
@@ -121,7 +114,7 @@ def test_a_turn_of_two_branches_is_in_the_loss_mask_of_the_first_row_only(
         pytest.param(([Q], [Q]), ("a", "b"), {}, ("fork", -1), id="sampled twice"),
         pytest.param(([Q], [Q1]), ("a", "b"), {}, ("separate", -1), id="separate"),
         pytest.param(
-            ([S, Q], [system("helper"), Q1]), (CALLS_WEATHER, "b"), {"tools": (WEATHER, TIME)}, ("sub_agent", 0),
+            ([S, Q], [system("helper"), Q1]), (CALLS_WEATHER, "b"), {"tools": (TOOL, TIME)}, ("sub_agent", 0),
             id="sub-agent",
         ),
     ],
@@ -194,17 +187,8 @@ def batch(episode, scripted_engine):
     return assemble([(5, [first, second])])
 
 
-def write(folder, batch, **options):
-    folder.mkdir(parents=True)
-    writer = RecordWriter(folder, options=RecordingOptions(**options))
-    write_header(folder, SCRIPTED_HEADER)
-    send_step(writer, 0, batch)
-    writer("end", steps=1, error=None)
-    return folder
-
-
 def test_a_record_has_tool_calls_and_tool_results(batch, tmp_path):
-    record = write(tmp_path / "record", batch, text=True)
+    record = record_step(tmp_path / "record", batch)
     first, second = open_record(record).step(0).calls(0)
     assert (first.prompt_id, first.episode, second.prompt_id, second.episode) == (5, 0, 5, 1)
     assert first.agent.name.endswith(":CalculatorAgent")
@@ -222,7 +206,7 @@ def test_a_record_has_tool_calls_and_tool_results(batch, tmp_path):
 
 
 def test_an_episode_without_rows_contradicts_the_batch(batch, tmp_path):
-    step = open_record(write(tmp_path / "record", batch, text=True)).step(0)
+    step = open_record(record_step(tmp_path / "record", batch)).step(0)
     arrays = step.batch(0)
     assert not list(calls_problems(step, 0, arrays))
     found = list(calls_problems(step, 0, arrays | {"episode": np.zeros(len(arrays["episode"]))}))

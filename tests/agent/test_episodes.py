@@ -8,14 +8,13 @@ import pytest
 
 from areal_core.agent.errors import UnsafeProxy, WrongReward
 from areal_core.agent.proxy_server import check_exposure
+from tests.agent.agents_under_test import client_of
+from tests.agent.conftest import trained_text
 
 
-async def chat(extra, messages, **request_options):
+async def chat(extra, messages):
     """Request one completion with the client that the run was given."""
-    client = openai.AsyncOpenAI(
-        base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra["http_client"], max_retries=0
-    )
-    return await client.chat.completions.create(model="m", messages=messages, **request_options)
+    return await client_of(extra).chat.completions.create(model="m", messages=messages)
 
 
 class Asker:
@@ -42,10 +41,6 @@ def text_rows(tokenizer, rows) -> list[str]:
         tokenizer.decode(ids[mask])
         for ids, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True)
     ]
-
-
-def trained_text(tokenizer, rows) -> list[str]:
-    return [tokenizer.decode(i[m.bool()]) for i, m in zip(rows["input_ids"], rows["loss_mask"], strict=True)]
 
 
 def test_individual_export_has_a_row_a_call_with_discounted_rewards(episode, scripted_engine, tokenizer):

@@ -14,6 +14,7 @@ from areal_core.agent.failures import FAILURES, describe_raised, failure_of
 from areal_core.rollout.errors import PromptTooLong, ServerDied
 from areal_core.rollout.types import ModelResponse
 from tests.agent.agents_under_test import client_of
+from tests.agent.conftest import trained_text
 
 REFUSAL = "a prompt of 60 tokens leaves no room to sample"
 
@@ -129,10 +130,7 @@ def test_a_failed_episode_keeps_its_rows_with_the_failed_reward(
         assert episode("model", "x", "y")["failure"].tolist() == [1, 1]
     assert rows["rewards"].tolist() == [-0.25, -0.5]
     assert [FAILURES[kind] for kind in rows["failure"].tolist()] == ["declared", "declared"]
-    trained = [
-        tokenizer.decode(i[m.bool()]) for i, m in zip(rows["input_ids"], rows["loss_mask"], strict=True)
-    ]
-    assert trained == ["x<|end|>", "y<|end|>"]
+    assert trained_text(tokenizer, rows) == ["x<|end|>", "y<|end|>"]
     assert caplog.text.count("the model failed an episode (declared), whose reward is") == 1
     assert "EpisodeFailed: it invented a tool" in caplog.text
     with pytest.raises(KeyError, match="row"):

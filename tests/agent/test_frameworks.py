@@ -1,4 +1,4 @@
-"""Real agent frameworks: trained on their exact tokens, and what the model or the code does wrong.
+"""Real agent frameworks: their rows, and what the model or the code does wrong.
 
 They run in an environment of their own (`install_frameworks.sh`).
 """
@@ -11,20 +11,21 @@ from pathlib import Path
 import pytest
 
 from areal_core.environment import DETERMINISTIC
-from areal_core.testing import make_tiny_model
+from tests.agent.conftest import CALLS_WEATHER as TOOL
 from tests.command_line import installed
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-TOOL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 INVENTED = '<tool_call>{"name": "nope", "arguments": {}}</tool_call>'
 WRONG = '<tool_call>{"name": "weather", "arguments": {"town": 5}}</tool_call>'
 CUT = '<tool_call>{"name": "weather", "argum...'
 CODE = 'Thought: a\n<code>\nprint(weather("Oslo"))\n</code>'
 FINISHED = '<code>\nfinal_answer("rain")\n</code>'
 THOUGHT = "<think>hm</think>"
-TRAINED = ("OpenAIAgents", "LangGraph", "PydanticAI", "SmolAgents", "AutoGen")
-OTHERS = ("OpenAIResponsesAgents", "PydanticAIAnthropic", "AutoGenTeam")
+AGENTS = (
+    *("OpenAIAgents", "LangGraph", "PydanticAI", "SmolAgents", "AutoGen"),
+    *("OpenAIResponsesAgents", "PydanticAIAnthropic", "AutoGenTeam"),
+)
 TWO_TURNS = {"agent_kwargs": {"max_turns": 2}}
 VALIDATED = {"agent_kwargs": {"validate": True}}
 SHORT = {"gconfig": {"max_tokens": 100}}
@@ -39,10 +40,10 @@ def python() -> str:
     return installed(HERE / "install_frameworks.sh")
 
 
-def run(python: str, *arguments: object):
-    """Run a verb of framework_runs.py; returns its JSON."""
+def run(python: str, agent: str, cases: list[dict]) -> list[dict]:
+    """Return the outcomes of episodes."""
     done = subprocess.run(
-        [python, str(HERE / "framework_runs.py"), *map(str, arguments)],
+        [python, str(HERE / "framework_runs.py"), agent, json.dumps(cases)],
         capture_output=True,
         text=True,
         timeout=400,
@@ -50,36 +51,6 @@ def run(python: str, *arguments: object):
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory, tokenizer) -> Path:
-    """A tiny model whose template shows tools."""
-    model = make_tiny_model(tmp_path_factory.mktemp("model"))
-    tokenizer.save_pretrained(model)
-    return model
-
-
-@pytest.mark.parametrize("agent", TRAINED)
-def test_two_steps_train_every_sampled_token_once_with_the_reward_of_its_episode(
-    python, chat_model, agent, tmp_path
-):
-    """The first call of each episode is planned (it uses the tool), the others are the model's."""
-    found = run(python, "train", agent, chat_model, tmp_path)
-    assert len(found["steps"]) == 2
-    # A CodeAgent spells answers in its own way, and ends with a call for the final answer.
-    branches = ["root", "edited", "edited", "system_rewritten"] if agent == "SmolAgents" else ["root"]
-    for step, stats in zip(found["steps"], found["stats"], strict=True):
-        assert (step["wrong"], step["twice"], step["missing"]) == (0, 0, 0)
-        assert step["calls"] == 4 * (4 if agent == "SmolAgents" else 2)
-        assert step["branches"] == branches * 4
-        assert step["failures"] == [None] * len(step["branches"])
-        assert stats["rollout/broken_prefix"] == float(agent == "SmolAgents")
-        assert stats["rollout/episode_failed"] == 0
-    of_episodes = [r for step in found["steps"] for r in step["rewards"][:: len(branches)]]
-    assert sorted(of_episodes) == sorted(found["returned"])
-    of_rows = [r for step in found["steps"] for r in step["rewards"]]
-    assert of_rows == [reward for reward in of_episodes for _ in branches]
 
 
 def outcome(kind: str, *sampled: str) -> dict:
@@ -123,12 +94,10 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("agent", [*TRAINED, *OTHERS])
+@pytest.mark.parametrize("agent", AGENTS)
 def test_what_the_model_does_wrong_keeps_its_tokens_and_what_code_does_wrong_stops_the_run(python, agent):
     cases = [(name, lines, case, expected) for of, name, lines, case, expected in CASES if of == agent]
-    found = run(
-        python, "episodes", agent, json.dumps([{"lines": lines} | case for _, lines, case, _ in cases])
-    )
+    found = run(python, agent, [{"lines": lines} | case for _, lines, case, _ in cases])
     shown = {name: each for (name, *_), each in zip(cases, found, strict=True)}
     assert {name: {key: shown[name][key] for key in expected} for name, *_, expected in cases} == {
         name: expected for name, *_, expected in cases
@@ -137,17 +106,17 @@ def test_what_the_model_does_wrong_keeps_its_tokens_and_what_code_does_wrong_sto
 
 def test_every_call_of_a_code_agent_that_runs_out_of_steps_has_the_failed_reward(python):
     case = {"lines": [CODE] * 3, "agent_kwargs": {"max_turns": 2, "validate": True}}
-    (found,) = run(python, "episodes", "SmolAgents", json.dumps([case]))
+    (found,) = run(python, "SmolAgents", [case])
     assert found["failures"] == ["too_many_turns"] * 3
     assert found["rewards"] == [-1.0] * 3
     assert found["branches"] == ["root", "edited", "system_rewritten"]
 
 
-@pytest.mark.parametrize("agent", [*TRAINED, *OTHERS])
+@pytest.mark.parametrize("agent", AGENTS)
 def test_an_episode_is_credited_as_a_whole_however_the_framework_renders_it(python, agent):
     lines = [CODE, FINISHED] if agent == "SmolAgents" else [THOUGHT + TOOL, "It will rain."]
     hf = {"lines": lines, "options": {"chat_template_type": "hf"}}
-    exact, rendered = run(python, "episodes", agent, json.dumps([{"lines": lines}, hf]))
+    exact, rendered = run(python, agent, [{"lines": lines}, hf])
     reasons = {"SmolAgents": "edited", "PydanticAIAnthropic": "system_rewritten"}
     broken = ["root", reasons.get(agent, "reasoning")]
     assert rendered["branches"] == broken

@@ -5,10 +5,8 @@ import json
 import pytest
 
 from areal_core.errors import ConfigError
+from tests.agent.conftest import CALLS_WEATHER, TOOL, WEATHER
 
-WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
-TOOL = {"type": "function", "function": WEATHER}
-CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 ASK = [{"role": "user", "content": "?"}]
 
 
@@ -144,7 +142,7 @@ def test_a_forced_call_and_an_answers_format_reach_the_engine(run_client, script
                 **ask, output_config={"format": {"type": "json_schema", "schema": schema}}
             )
 
-    engine = scripted_engine(*["a"] * 4, *[CALL] * 2, "a", CALL, CALL, "a")
+    engine = scripted_engine(*["a"] * 4, *[CALLS_WEATHER] * 2, "a", *[CALLS_WEATHER] * 2, "a")
     run_client(engine, body, reasoning_parser="none")
     assert all(request.sampling.model_logprobs for request in engine.requests)
     sent = [dict(request.sampling.server_only) for request in engine.requests]

@@ -2,15 +2,12 @@
 
 import asyncio
 import json
-from dataclasses import replace
 
 import pytest
 
 from areal_core.agent.agents import load_agent
 from areal_core.rollout.episodes import assemble
-from recorder import RecordingOptions, RecordWriter
-from recorder.header import write_header
-from recorder.testing import SCRIPTED_HEADER, send_step
+from tests.agent.conftest import record_step
 from tests.command_line import invoke, reported
 
 # The variant is an argument of the agent; "" is the recorded one.
@@ -92,9 +89,6 @@ def record(tmp_path, tokenizer, make_workflow):
 
     def write(agent, engine, data, **options):
         rows = asyncio.run(make_workflow(load_agent(agent), **options).arun_episode(engine, data))
-        folder = tmp_path / "record"
-        folder.mkdir()
-        writer = RecordWriter(folder, options=RecordingOptions(text=True))
         config = {
             "experiment_name": "e",
             "trial_name": "t",
@@ -103,10 +97,7 @@ def record(tmp_path, tokenizer, make_workflow):
             "gconfig": {"max_new_tokens": 64, "max_tokens": 1024},
             "rollout": {"agent": options},
         }
-        write_header(folder, replace(SCRIPTED_HEADER, config=config))
-        send_step(writer, 3, assemble([(5, [rows])]))
-        writer("end", steps=4, error=None)
-        return folder
+        return record_step(tmp_path / "record", assemble([(5, [rows])]), 3, config)
 
     return write
 

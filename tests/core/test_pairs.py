@@ -33,48 +33,31 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+TEXTS = {"chosen": "2", "rejected": "31"}
+ANSWERS = {side: [assistant(text)] for side, text in TEXTS.items()}
+CONVERSATIONS = {side: [USER, *messages] for side, messages in ANSWERS.items()}
+
+
 @pytest.mark.parametrize(
-    ("row", "prompt", "chosen", "rejected"),
+    ("row", "prompt"),
     [
-        ({"prompt": "1+1=", "chosen": "2", "rejected": "31"}, "1+1=", "2<|end|>", "31<|end|>"),
-        ({"chosen": "1+1=2", "rejected": "1+1=31"}, "1+1=", "2<|end|>", "31<|end|>"),
-        ({"messages": [USER], "chosen": "2", "rejected": "31"}, None, "2<|end|>", "31<|end|>"),
-        (
-            {"prompt": "1+1=", "chosen": [assistant("2")], "rejected": [assistant("31")]},
-            None,
-            "2<|end|>",
-            "31<|end|>",
-        ),
-        (
-            {"prompt": "1+1=", "chosen": [USER, assistant("2")], "rejected": [USER, assistant("31")]},
-            None,
-            "2<|end|>",
-            "31<|end|>",
-        ),
-        (
-            {"prompt": [USER], "chosen": [assistant("2")], "rejected": [assistant("31")]},
-            None,
-            "2<|end|>",
-            "31<|end|>",
-        ),
-        (
-            {"chosen": [USER, assistant("2")], "rejected": [USER, assistant("31")]},
-            None,
-            "2<|end|>",
-            "31<|end|>",
-        ),
+        ({"prompt": "1+1=", **TEXTS}, "1+1="),
+        ({"chosen": "1+1=2", "rejected": "1+1=31"}, "1+1="),
+        ({"messages": [USER], **TEXTS}, None),
+        ({"prompt": "1+1=", **ANSWERS}, None),
+        ({"prompt": "1+1=", **CONVERSATIONS}, None),
+        ({"prompt": [USER], **ANSWERS}, None),
+        (CONVERSATIONS, None),
     ],
 )
-def test_loss_mask_of_every_format_covers_all_after_the_common_prefix(
-    rows_of, tokenizer, row, prompt, chosen, rejected
-):
+def test_loss_mask_of_every_format_covers_all_after_the_common_prefix(rows_of, tokenizer, row, prompt):
     [pair] = rows_of([row])
     prompt = prompt or "<|user|>1+1=<|end|><|assistant|>"
-    for side, text in (("chosen", chosen), ("rejected", rejected)):
+    for side, text in TEXTS.items():
         ids, mask = pair[f"{side}_ids"], pair[f"{side}_loss_mask"]
-        assert tokenizer.decode(ids) == prompt + text
+        assert tokenizer.decode(ids) == f"{prompt}{text}<|end|>"
         learned = [token for token, is_learned in zip(ids, mask, strict=True) if is_learned]
-        assert tokenizer.decode(learned) == text
+        assert tokenizer.decode(learned) == f"{text}<|end|>"
 
 
 def test_ties_and_pairs_with_one_long_side_are_left_out(rows_of):

@@ -2,13 +2,16 @@
 
 import inspect
 import time
+import tomllib
 import uuid
+from pathlib import Path
 
 import psutil
 import pytest
 
 from areal_core.errors import RewardError
-from areal_core.reward import RewardPool, arithmetic_reward_fn, gsm8k_reward_fn, load_reward_fn
+from areal_core.reward import RewardPool, load_reward_fn
+from areal_core.reward import functions as functions_of_rewards
 from areal_core.reward.signature import check_columns, check_reward_fn
 from areal_debug.train.script_options import check_reward_functions
 
@@ -39,8 +42,6 @@ def by_row(prompt, completions, prompt_ids, completion_ids, do, **row):
         os._exit(7)
     if do in ("huge", "exits", "has no text"):
         return {"huge": lambda: 10**400, "exits": sys.exit, "has no text": Silent}[do]()
-    if do == "die":
-        os._exit(7)
     if do == "die once":
         if not os.path.exists(row["mark"]):
             open(row["mark"], "w").close()
@@ -76,37 +77,17 @@ def score(pool, do, **row):
     return pool.submit("the prompt", "abc", [1], [2, 3], do=do, **row).result(timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("so the answer is \\boxed{18}", "9 * 2 = 18\n#### 18", 1.0),
-        ("so the answer is \\boxed{17}", "9 * 2 = 18\n#### 18", 0.0),
-        ("It is \\boxed{17}. I was wrong:\nit is \\boxed{18}.", "#### 18", 1.0),
-        ("The answer is 18.", "#### 18", 1.0),
-        ("\\boxed{18.00}", "#### 18", 1.0),
-        ("\\boxed{\\$1,080}", "#### 1,080", 1.0),
-        ("\\boxed{1080}", "#### 1,080", 1.0),
-        ("\\boxed{-3}", "#### -3", 1.0),
-        ("\\boxed{3}", "#### -3", 0.0),
-        ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
-        ("I do not know", "#### 18", 0.0),
-        ("", "#### 18", 0.0),
-        ("\\boxed{", "#### 18", 0.0),
-        ("She makes 9 * 2 = $<<9*2=", "#### 18", 0.0),
-        ("9**9**9**9", "#### 18", 0.0),
-        ("\\boxed{\\frac{36}{2}}", "#### 18", 1.0),
-        ("\\boxed{1/2}", "0.5", 1.0),
-    ],
-)
-def test_gsm8k_reward_compares_final_answers(completion, answer, reward):
-    assert gsm8k_reward_fn("q", completion, [], [], answer=answer) == reward
+REWARDS = tomllib.loads(Path(__file__).with_name("rewards.toml").read_text())
 
 
 @pytest.mark.parametrize(
-    ("completion", "reward"), [("12", 1.0), (" 12\n", 1.0), ("120", 0.0), ("12 12", 0.0), ("", 0.0)]
+    ("function", "completion", "answer", "reward"),
+    [(name, *row) for name, rows in REWARDS.items() for row in rows],
 )
-def test_arithmetic_reward_takes_the_number_and_nothing_else(completion, reward):
-    assert arithmetic_reward_fn("5+7=", completion, [], [], answer="12") == reward
+def test_a_completion_has_the_reward_of_its_answer(function, completion, answer, reward):
+    assert getattr(functions_of_rewards, function)("q", completion, [], [], answer=answer) == pytest.approx(
+        reward
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,11 +106,10 @@ def test_reward_function_that_is_not_there_is_named(name, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("do", [pytest.param("sleep", marks=pytest.mark.long), "hang in C"])
-def test_stuck_worker_is_killed_and_replaced(pool, do, caplog):
+def test_stuck_worker_is_killed_and_replaced(pool, caplog):
     stuck = int(score(pool, "pid"))
     start = time.monotonic()
-    assert score(pool, do) == 0.0
+    assert score(pool, "hang in C") == 0.0
     assert time.monotonic() - start < 40
     assert not psutil.pid_exists(stuck)
     assert pool.num_timeouts == 1
@@ -166,14 +146,6 @@ def test_worker_that_died_is_replaced_and_the_call_repeated(pool, tmp_path):
     assert score(pool, "die once", mark=str(tmp_path / "mark")) == 1.0
 
 
-@pytest.mark.long
-def test_worker_that_always_dies_is_reported(functions):
-    with RewardPool(functions, num_workers=1, max_retries=1) as pool:
-        with pytest.raises(RewardError, match=r"killed its process 2 times\n(.|\n)*'do': 'die'"):
-            score(pool, "die")
-        assert score(pool, "echo") == 8.0
-
-
 def test_exception_is_raised_again_with_row_and_traceback(lasting_pool):
     with pytest.raises(RewardError) as error:
         score(lasting_pool, "raise", answer="42")
@@ -187,8 +159,10 @@ def test_exception_is_raised_again_with_row_and_traceback(lasting_pool):
 
 def test_programs_that_a_function_leaves_end_when_it_dies(functions):
     mark = str(uuid.uuid4().int % 10**9 + 10**6)
-    with RewardPool(functions, num_workers=1, max_retries=1) as pool, pytest.raises(RewardError):
-        score(pool, "leave programs and die", mark=mark)
+    with RewardPool(functions, num_workers=1, max_retries=1) as pool:
+        with pytest.raises(RewardError, match=r"killed its process 2 times\n(.|\n)*'do': 'leave programs"):
+            score(pool, "leave programs and die", mark=mark)
+        assert score(pool, "echo") == 8.0
     assert sleeping_after(30, mark) == []  # a killed process ends a moment later
 
 

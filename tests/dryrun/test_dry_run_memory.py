@@ -1,23 +1,20 @@
 """Options that move memory on a plan, and its estimate against what a micro-batch allocates."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from areal_core.config import DatasetConfig, GRPOConfig, OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from areal_core.config.allocation import Parallel, parse_allocation
-from areal_core.config.train_engine import FSDPEngineConfig
 from areal_core.data import get_dataset
 from areal_core.engine.memory_plan import Model, Shape, estimate_memory, read_shape, state_parts
 from areal_core.engine.model import load_model, load_tokenizer_at
 from areal_core.testing.tiny_vision import make_tiny_vision_model
 from areal_core.trainer.build import build_engine
 from areal_debug.dry_run.plan import longest_row
+from tests.engine.options_program import make_options
 
 SHAPE = Shape(1000, 0, 200, 400, 2, 8, 16, 100, 64)
-PLAIN = TrainEngineConfig(optimizer=OptimizerConfig())
 
 
 def sizes(options: TrainEngineConfig, on_host: bool) -> dict[str, int]:
@@ -27,43 +24,24 @@ def sizes(options: TrainEngineConfig, on_host: bool) -> dict[str, int]:
     }
 
 
+ALL = {"masters": 2000, "optimizer": 4000, "gradients": 2000}
+WITHOUT_STATES = {"masters": 2000, "gradients": 2000}
+
+
 @pytest.mark.parametrize(
-    ("options", "on_device", "on_host"),
+    ("changes", "on_device", "on_host"),
     [
-        (PLAIN, {"masters": 2000, "optimizer": 4000, "gradients": 2000}, {}),
-        (
-            dataclasses.replace(PLAIN, optimizer=OptimizerConfig(offload=True)),
-            {"masters": 2000, "gradients": 2000},
-            {"optimizer": 4000},
-        ),
-        (
-            dataclasses.replace(PLAIN, fsdp=FSDPEngineConfig(per_layer_optim_step=True)),
-            {"masters": 2000, "gradients": 2000},
-            {"optimizer": 4000},
-        ),
-        (
-            dataclasses.replace(PLAIN, fsdp=FSDPEngineConfig(offload_params=True)),
-            {},
-            {"masters": 2000, "optimizer": 4000, "gradients": 2000},
-        ),
-        (
-            dataclasses.replace(PLAIN, optimizer=OptimizerConfig(type="adam_bf16")),
-            {"masters": 2000, "optimizer": 3000, "gradients": 2000},
-            {},
-        ),
-        (
-            dataclasses.replace(PLAIN, fsdp=FSDPEngineConfig(shard_size=1)),
-            {"masters": 4000, "optimizer": 8000, "gradients": 4000},
-            {},
-        ),
-        (
-            dataclasses.replace(PLAIN, fsdp=FSDPEngineConfig(sync_every_micro_batch=False)),
-            {"masters": 2000, "optimizer": 4000, "gradients": 2000, "summed gradients": 4000},
-            {},
-        ),
+        ({}, ALL, {}),
+        ({"optimizer.offload": True}, WITHOUT_STATES, {"optimizer": 4000}),
+        ({"fsdp.per_layer_optim_step": True}, WITHOUT_STATES, {"optimizer": 4000}),
+        ({"fsdp.offload_params": True}, {}, ALL),
+        ({"optimizer.type": "adam_bf16"}, ALL | {"optimizer": 3000}, {}),
+        ({"fsdp.shard_size": 1}, {name: 2 * size for name, size in ALL.items()}, {}),
+        ({"fsdp.sync_every_micro_batch": False}, ALL | {"summed gradients": 4000}, {}),
     ],
 )
-def test_states_are_in_the_memory_that_options_choose(options, on_device, on_host):
+def test_states_are_in_the_memory_that_options_choose(changes, on_device, on_host):
+    options = make_options("", changes)
     assert sizes(options, on_host=False) == on_device
     assert sizes(options, on_host=True) == on_host
 
@@ -71,7 +49,7 @@ def test_states_are_in_the_memory_that_options_choose(options, on_device, on_hos
 def test_a_frozen_vision_tower_has_weights_and_neither_gradients_nor_states(tmp_path):
     folder = str(make_tiny_vision_model(tmp_path, "qwen2_5_vl"))
     model = load_model(folder)
-    options = dataclasses.replace(PLAIN, path=folder, freeze_vision_tower=True)
+    options = TrainEngineConfig(path=folder, optimizer=OptimizerConfig(), freeze_vision_tower=True)
     shape = read_shape(Model("actor", options, trains=True))
     parts = state_parts(Model("actor", options, trains=True), shape, Parallel())
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -6,6 +6,7 @@ Arguments: model folder, tokens per micro-batch, checkpoint folder to write afte
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -70,6 +71,20 @@ def train_step(engine: FSDPEngine, batch: dict[str, torch.Tensor]) -> dict:
         "num_micro_batches": len(result.micro_batches),
         "checksums": engine.checksums(),
     }
+
+
+def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Compare gathered gradients, each to 1e-5 of its norm."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def assert_same_steps(found: list[dict], expected: list[dict]) -> None:
+    """Compare losses and norms of gradients within the rounding of sums over ranks."""
+    for one, other in zip(found, expected, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-6)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
 
 
 def main(model: str, max_tokens: str, checkpoint: str) -> object:

@@ -9,13 +9,16 @@ from areal_core.engine import attention as F
 from areal_core.engine.attention import Packing, packed_attention
 
 
-def plain_attention(q, k, v, scaling, window=None):
-    """Compute softmax attention in float64, with a mask of [length, length]."""
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
-    allowed = (distance >= 0) & (distance < (window or q.shape[2]))
-    scores = (q.double() @ k.double().transpose(2, 3)) * scaling
-    return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v.double()
+def plain_attention(q, k, v, scaling, allowed):
+    """Compute softmax attention in float64 where the mask allows it; [rows, length, heads, dim]."""
+    k, v = (t.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    scores = (q.double() @ k.transpose(2, 3)) * scaling
+    return (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+def causal(length, window=None):
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    return (distance >= 0) & (distance < (window or length))
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -27,10 +30,10 @@ def test_each_packed_sequence_attends_to_itself_alone(window):
         None, q, k, v, None, sequence_lengths=lengths, scaling=0.3, sliding_window=window
     )
     alone = [
-        plain_attention(*piece, 0.3, window)
+        plain_attention(*piece, 0.3, causal(piece[0].shape[2], window))
         for piece in zip(*(t.split(lengths, 2) for t in (q, k, v)), strict=True)
     ]
-    expected = torch.cat(alone, dim=2).transpose(1, 2)
+    expected = torch.cat(alone, dim=1)
     torch.testing.assert_close(packed.double(), expected, rtol=0, atol=1e-6)
     packed_gradient = torch.autograd.grad(packed.sum(), (q, k, v))
     for got, want in zip(packed_gradient, torch.autograd.grad(expected.sum(), (q, k, v)), strict=True):
@@ -56,28 +59,21 @@ def left_padded(new_tokens):
     return allowed[:, None, None].expand(4, 1, new_tokens, TOKENS)
 
 
-def reference_attention(query, key, value, mask):
-    key, value = (t.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (key, value))
-    scores = query.double() @ key.transpose(2, 3) * HEAD_DIM**-0.5
-    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value).transpose(1, 2)
-
-
 def test_one_new_token_attends_to_what_its_mask_allows():
     query, key, value = tensors(1, torch.float32)
     mask = left_padded(1)
     attended, _ = decoding_attention(Layer(), query, key, value, mask)
-    torch.testing.assert_close(
-        attended.double(), reference_attention(query, key, value, mask), rtol=0, atol=1e-6
-    )
+    expected = plain_attention(query, key, value, HEAD_DIM**-0.5, mask)
+    torch.testing.assert_close(attended.double(), expected, rtol=0, atol=1e-6)
     everything, _ = decoding_attention(Layer(), query, key, value, None, scaling=HEAD_DIM**-0.5)
-    expected = reference_attention(query, key, value, torch.ones_like(mask))
+    expected = plain_attention(query, key, value, HEAD_DIM**-0.5, torch.ones_like(mask))
     torch.testing.assert_close(everything.double(), expected, rtol=0, atol=1e-6)
 
 
 def test_bfloat16_rounds_no_more_than_the_kernel_does():
     query, key, value = tensors(1, torch.bfloat16)
     mask = left_padded(1)
-    expected = reference_attention(query, key, value, mask)
+    expected = plain_attention(query, key, value, HEAD_DIM**-0.5, mask)
     ours, _ = decoding_attention(Layer(), query, key, value, mask)
     theirs, _ = sdpa_attention_forward(Layer(), query, key, value, mask)
     assert ours.dtype == torch.bfloat16

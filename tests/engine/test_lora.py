@@ -17,6 +17,7 @@ from areal_core.engine.sharding import full_tensor
 from areal_core.trainer.build import build_engine
 from areal_core.trainer.build_models import BaseReference
 from tests.engine import lora_program as program
+from tests.engine.steps_program import assert_same_steps
 
 PROGRAM = Path(__file__).parent / "lora_program.py"
 
@@ -104,10 +105,8 @@ def test_two_ranks_train_the_adapter_as_one_does(ranks, torchrun, tiny_model, tm
     _, alone = program.train(ranks, str(tiny_model))
     together = torchrun(PROGRAM, 2, tiny_model, tmp_path / "adapter")
     assert together["from_rank_0"] == together["steps"]  # to the bit: all ranks have rank 0's adapter
-    for one, two in zip(alone, together["steps"], strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], rel=2e-6)
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
-        assert two["checksums"].keys() == one["checksums"].keys()
+    assert_same_steps(together["steps"], alone)
+    assert together["steps"][-1]["checksums"].keys() == alone[-1]["checksums"].keys()
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     PeftModel.from_pretrained(base, tmp_path / "adapter")
 

@@ -12,7 +12,7 @@ from areal_core.config import MicroBatchSpec, TrainEngineConfig
 from areal_core.engine import parity as P
 from areal_core.engine.logits import output_layer
 from areal_core.errors import ModelError
-from areal_core.testing import make_tiny_family, make_tiny_model
+from areal_core.testing import TINY_FAMILIES, make_tiny_family, make_tiny_model
 from areal_core.trainer.build import build_engine, shard_engine
 from benchmarks import model_families as families
 
@@ -21,6 +21,7 @@ from benchmarks import model_families as families
 # attention; experts.
 PACKED = ["cohere", "cohere2", "granite", "granitemoe", "minicpm3", "phi", "gpt_oss", "phi3, LongRoPE"]
 PACKED += ["llama, dynamic RoPE", "olmo", "ernie4_5", "gemma2", "deepseek_v3", "nanochat", "gpt2"]
+PACKED += [name for name in TINY_FAMILIES if name not in PACKED]
 # Layers with a state, chunked attention, a mask from the values, lengths that layers do not get.
 ALONE = ["qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "bamba", "jamba", "minimax", "recurrent_gemma"]
 ALONE += ["llama4_text", "doge", "stablelm", "bloom", "mpt", "mamba", "granitemoehybrid"]

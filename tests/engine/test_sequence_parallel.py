@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 
 from areal_core.testing import make_tiny_family
 from tests.engine import sequence_parallel_program as program
+from tests.engine.steps_program import assert_same_gradients
 
 PROGRAM = Path(__file__).parent / "sequence_parallel_program.py"
-
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5  # relative, in float32
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +32,5 @@ def test_ranks_that_share_rows_take_the_step_of_one_and_repeat_it_to_the_bit(
     assert set(seen["repeats"].values()) == {True}
     for case in program.CASES:
         loss, gradients = program.take_step(ranks, folder, case)
-        assert seen["losses"][case] == pytest.approx([loss] * num_ranks, rel=LOSS_TOLERANCE)
-        shared = load_file(tmp_path / f"{case}.safetensors")
-        assert shared.keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            apart = float((shared[name] - gradient).norm() / gradient.norm())
-            assert apart < GRADIENT_TOLERANCE, f"{case} {name}"
+        assert seen["losses"][case] == pytest.approx([loss] * num_ranks, rel=1e-6)
+        assert_same_gradients(load_file(tmp_path / f"{case}.safetensors"), gradients)

@@ -30,8 +30,15 @@ FAMILIES = [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) f
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
+    """The folder of each family, written when it is asked for."""
     folder = tmp_path_factory.mktemp("vision_models")
-    return {family: str(make_tiny_vision_model(folder / family, family)) for family in VISION_FAMILIES}
+
+    class Models(dict):
+        def __missing__(self, family):
+            self[family] = str(make_tiny_vision_model(folder / family, family))
+            return self[family]
+
+    return Models()
 
 
 def transformers_of(folder: str) -> tuple[float, Tensor, dict[str, Tensor]]:

@@ -1,10 +1,17 @@
-"""Rows that share tokens, and an engine that computes them as a tree or packed."""
+"""One step on rows that share tokens, as a tree, on several ranks.
+
+For a test that compares with one rank and packed rows. Arguments: model folder, number of sequence-
+and of tensor-parallel ranks, output file of rank 0 for the gradients. Prints the loss, the scores
+and the tokens that each rank computed.
+"""
 
 import torch
+from safetensors.torch import save_file
 
 from areal_core.data.batch import Batch
 from areal_core.engine.fsdp import FSDPEngine
-from areal_core.engine.ranks import Ranks
+from areal_core.engine.ranks import Ranks, join_ranks
+from areal_core.testing import step_with_gradients
 from tests.engine import steps_program as steps
 
 PROMPTS = (17, 9, 21)
@@ -46,3 +53,18 @@ def make_engine(ranks: Ranks, model: str, shares_prefixes: bool) -> FSDPEngine:
     engine = steps.make_engine(ranks, model, MAX_TOKENS)
     engine.shares_prefixes = shares_prefixes
     return engine
+
+
+def main(model: str, sequence_parallel: str, tensor_parallel: str, output: str) -> object:
+    sizes = {"sequence_parallel": int(sequence_parallel), "tensor_parallel": int(tensor_parallel)}
+    ranks = join_ranks("cpu", **sizes)
+    batch = rows(ranks.data_parallel_rank, ranks.data_parallel_size)
+    engine = make_engine(ranks, model, True)
+    scored = [column.tolist() for column in engine.score(batch)]
+    result, gradients = step_with_gradients(engine, batch)
+    again, same = step_with_gradients(make_engine(ranks, model, True), batch)
+    repeats = result.loss == again.loss and all(torch.equal(g, same[name]) for name, g in gradients.items())
+    computed = ranks.gather_objects([micro.num_computed for micro in result.micro_batches])
+    if ranks.rank == 0:
+        save_file(gradients, output)
+    return {"loss": result.loss, "scored": scored, "repeats": repeats, "computed": computed}

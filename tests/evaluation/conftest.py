@@ -1,5 +1,6 @@
-"""Models whose greedy completions differ."""
+"""Results on disk, printed reports, and models whose greedy completions differ."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,28 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_core.testing import make_tiny_model
+from areal_debug.eval.report import report_of
+from areal_debug.render import console
+from areal_debug.report.terminal import print_report
+
+
+def write_evaluation(folder: Path, of_models: dict[str, list[dict]], **summary: object) -> Path:
+    """Write the files of an evaluation: the lines of each model, and a summary with these facts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    models = []
+    for number, (path, lines) in enumerate(of_models.items()):
+        file = f"samples-{number}.jsonl"
+        (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        models.append({"path": path, "version": number, "file": file, "seconds": 2.0})
+    document = {"rows": "valid", "models": models} | summary
+    (folder / "evaluation.json").write_text(json.dumps(document))
+    return folder
+
+
+def printed(report, capsys) -> str:
+    """Return the words of a printed report."""
+    print_report(console(), report_of(report))
+    return " ".join(capsys.readouterr().out.split())
 
 
 @pytest.fixture(scope="session")

@@ -4,29 +4,22 @@ import json
 
 import pytest
 
-from areal_debug.eval import report as report_module
 from areal_debug.eval.results import make_report, read_models, read_settings
-from areal_debug.render import console
-from areal_debug.report.terminal import print_report
+from tests.evaluation.conftest import printed, write_evaluation
 
 
-def write_results(folder, rewards_of_models: dict[str, list[list[float]]], n_samples: int = 4):
-    folder.mkdir(parents=True, exist_ok=True)
-    models = []
-    for number, (path, rewards) in enumerate(rewards_of_models.items()):
-        lines = [
+def write_results(folder, rewards_of_models: dict[str, list[list[float]]], n_samples: int = 4, **summary):
+    lines = {
+        path: [
             {"prompt_id": prompt, "sample_id": i, "reward": reward, "num_sampled": 10,
              "finish_reason": "length" if i == 0 else "stop", "prompt": f"{prompt + 1} + 1", "completion": "!"}
             for prompt, of_prompt in enumerate(rewards)
             for i, reward in enumerate(of_prompt)
-        ]  # fmt: skip
-        file = f"samples-{number}.jsonl"
-        (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        models.append({"path": path, "version": number, "file": file, "seconds": 2.0})
+        ]
+        for path, rewards in rewards_of_models.items()
+    }  # fmt: skip
     sampling = {"greedy": False, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 64}
-    summary = {"rows": "valid", "num_rows": 3, "n_samples": n_samples, "sampling": sampling, "models": models}
-    (folder / "evaluation.json").write_text(json.dumps(summary))
-    return folder
+    return write_evaluation(folder, lines, num_rows=3, n_samples=n_samples, sampling=sampling, **summary)
 
 
 def report_of(folder, *, ks=(1, 4), solved_above=0.0):
@@ -89,9 +82,8 @@ def test_a_difference_on_every_prompt_has_a_verdict(tmp_path):
 
 def test_scores_of_a_reward_model_have_means_differences_and_a_verdict(tmp_path, capsys):
     rewards = [[0.0, 0.0]] * 8
-    folder = write_results(tmp_path, {"base": rewards, "new": rewards}, n_samples=2)
-    summary = json.loads((folder / "evaluation.json").read_text()) | {"reward_model": "rm"}
-    (folder / "evaluation.json").write_text(json.dumps(summary))
+    models = {"base": rewards, "new": rewards}
+    folder = write_results(tmp_path, models, n_samples=2, reward_model="rm")
     for number in (0, 1):
         file = folder / f"samples-{number}.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -103,8 +95,7 @@ def test_scores_of_a_reward_model_have_means_differences_and_a_verdict(tmp_path,
     assert (item.verdict, item.by_score.verdict) == ("no difference found", "better")
     assert item.measures["mean score"].value == 0.5
     assert item.by_score.p_value == pytest.approx(2 / 2**8)
-    print_report(console(), report_module.report_of(report))
-    out = " ".join(capsys.readouterr().out.split())
+    out = printed(report, capsys)
     assert "Against base: new: no difference found, by score better" in out
     assert "scores are of rm; the rewards do not contain them" in out
 
@@ -115,5 +106,4 @@ def test_prompts_with_the_same_text_are_counted_and_named(tmp_path, capsys):
     file.write_text(file.read_text().replace("3 + 1", "1 + 1"))
     report = report_of(folder, ks=(1,))
     assert report.models[0].facts["repeated"] == 1
-    print_report(console(), report_module.report_of(report))
-    assert "prompts of m with the text of an earlier one: 1." in " ".join(capsys.readouterr().out.split())
+    assert "prompts of m with the text of an earlier one: 1." in printed(report, capsys)

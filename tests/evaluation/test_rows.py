@@ -1,27 +1,19 @@
 """Supervised results on disk to a report: literal numbers, ties, changed pairs, refusals."""
 
-import json
 import math
 
 import pytest
 
-from areal_debug.eval import report as report_module
 from areal_debug.eval.results import make_report, read_models, read_settings
-from areal_debug.render import console
-from areal_debug.report.terminal import print_report
+from tests.evaluation.conftest import printed, write_evaluation
 
 
-def write_rows(folder, method: str, of_models: dict[str, list[dict]], sha256: str = "a"):
-    folder.mkdir(parents=True, exist_ok=True)
-    models = []
-    for number, (path, rows) in enumerate(of_models.items()):
-        file = f"samples-{number}.jsonl"
-        lines = [{"row_id": i, "row_sha256": f"{sha256}{i}"} | row for i, row in enumerate(rows)]
-        (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        models.append({"path": path, "file": file, "seconds": 1.0})
-    summary = {"method": method, "rows": "valid", "num_rows": len(rows), "models": models}
-    (folder / "evaluation.json").write_text(json.dumps(summary))
-    return folder
+def write_rows(folder, method: str, of_models: dict[str, list[dict]]):
+    lines = {
+        path: [{"row_id": i, "row_sha256": f"a{i}"} | row for i, row in enumerate(rows)]
+        for path, rows in of_models.items()
+    }
+    return write_evaluation(folder, lines, method=method, num_rows=len(next(iter(lines.values()))))
 
 
 def pair(margin: float) -> dict[str, float]:
@@ -53,8 +45,7 @@ def test_pairs_have_an_accuracy_a_margin_and_the_pairs_that_changed(tmp_path, ca
     [item] = report.comparisons
     assert item.measures["accuracy"].value == 0.0
     assert [change.number for change in (*item.became_wrong, *item.became_right)] == [0, 2]
-    print_report(console(), report_module.report_of(report))
-    out = " ".join(capsys.readouterr().out.split())
+    out = printed(report, capsys)
     assert "4 validation pairs, reward model" in out
     assert "right to wrong new (1): 0" in out
     assert "pairs of base with a margin of 0: 1." in out

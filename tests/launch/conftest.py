@@ -1,8 +1,25 @@
 """A lightweight stand-in for SGLang, started by launchers as they start the real one."""
 
+import sys
 from pathlib import Path
 
 import pytest
+
+TRAIN = [Path(sys.executable).parent / "areal-debug", "train"]
+TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
+
+
+def overrides(files: Path, model: Path | str, scheduler: str, **options: object) -> list[str]:
+    """Return the options of a run of this scheduler on one CPU a rank."""
+    given = {
+        "cluster.fileroot": files,
+        "actor.path": model,
+        "scheduler.type": scheduler,
+        "launcher.trainer_cpus_per_gpu": 1,
+        "launcher.trainer_mem_per_gpu": 0,
+    }
+    return [f"{name}={value}" for name, value in (given | options).items()]
+
 
 # Found as `sglang.launch_server` before the installed one. Ends when the file STOP_FILE + its seed
 # appears.

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -18,10 +17,9 @@ from areal_core.config.allocation import parse_allocation
 from areal_core.errors import ConfigError
 from areal_core.launch.job import Job
 from areal_core.launch.run import launch
+from tests.launch.conftest import TINY, TRAIN, overrides
 
 ROOT = Path(__file__).parents[2]
-TRAIN = [Path(sys.executable).parent / "areal-debug", "train"]
-TINY = ROOT / "tests" / "debug" / "tiny.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +31,10 @@ def cluster(tmp_path_factory):
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
+
+
+def of_cluster(files: Path, model: Path, cluster: str) -> list[str]:
+    return overrides(files, model, "ray", total_train_steps=2, **{"launcher.ray.address": cluster})
 
 
 def job(tmp_path, body: str, allocation: str = "embedded|fsdp:d2", cpus: int = 1) -> Job:
@@ -171,7 +173,7 @@ def test_the_end_of_the_launcher_ends_the_ranks_and_releases_the_machines(cluste
     script = tmp_path / "train.py"
     script.write_text("import os, time; print('started', os.getpid(), flush=True); time.sleep(600)")
     with subprocess.Popen(
-        [*TRAIN, script, "--config", TINY, *overrides(tmp_path, tmp_path, cluster)],
+        [*TRAIN, script, "--config", TINY, *of_cluster(tmp_path, tmp_path, cluster)],
         stdout=subprocess.PIPE,
         text=True,
     ) as launcher:
@@ -182,23 +184,10 @@ def test_the_end_of_the_launcher_ends_the_ranks_and_releases_the_machines(cluste
     assert not psutil.pid_exists(int(pid))
 
 
-def overrides(files: Path, model: Path | str, cluster: str) -> list[str]:
-    options = {
-        "cluster.fileroot": files,
-        "actor.path": model,
-        "total_train_steps": 2,
-        "scheduler.type": "ray",
-        "launcher.ray.address": cluster,
-        "launcher.trainer_cpus_per_gpu": 1,
-        "launcher.trainer_mem_per_gpu": 0,
-    }
-    return [f"{name}={value}" for name, value in options.items()]
-
-
 @pytest.mark.long
 def test_reinforcement_learning_runs_under_ray(cluster, tiny_model, tmp_path):
     script = ROOT / "tests" / "debug" / "train_tiny.py"
-    command = [*TRAIN, script, "--config", TINY, *overrides(tmp_path, tiny_model, cluster)]
+    command = [*TRAIN, script, "--config", TINY, *of_cluster(tmp_path, tiny_model, cluster)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1 (2 of 2)" in done.stdout

@@ -18,10 +18,9 @@ from areal_core.launch import slurm
 from areal_core.launch.job import Job
 from areal_core.launch.placement import place
 from tests.command_line import installed
+from tests.launch.conftest import TINY, TRAIN, overrides
 
 HERE = Path(__file__).parent
-TINY = HERE.parent / "debug" / "tiny.yaml"
-COMMAND = [Path(sys.executable).parent / "areal-debug", "train"]
 SERVER_OPTIONS = {
     "device": "cpu",
     "launcher.inference_server_cpus_per_gpu": 1,
@@ -35,26 +34,17 @@ def cluster():
     installed(HERE.parent / "slurm" / "start_slurm.sh")
 
 
-def overrides(files: Path, model: Path, **options: object) -> list[str]:
-    options = {
-        "cluster.fileroot": files,
-        "actor.path": model,
-        "scheduler.type": "slurm",
-        "launcher.trainer_cpus_per_gpu": 1,
-        "launcher.trainer_mem_per_gpu": 0,
-    } | options
-    return [f"{name}={value}" for name, value in options.items()]
-
-
 def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, script, "--config", TINY, *arguments]
+    command = [*TRAIN, script, "--config", TINY, *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
 @pytest.mark.long
 def test_reinforcement_learning_runs_under_slurm(cluster, tiny_model, tmp_path):
-    options = overrides(tmp_path, tiny_model, allocation_mode="embedded|fsdp:d2", total_train_steps=2)
+    options = overrides(
+        tmp_path, tiny_model, "slurm", allocation_mode="embedded|fsdp:d2", total_train_steps=2
+    )
     done = run(HERE.parent / "debug" / "train_tiny.py", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SLURM job " in done.stdout
@@ -82,7 +72,7 @@ def test_a_rank_that_fails_under_slurm_gives_its_code_and_error_and_nothing_stay
             """
         )
     )
-    done = run(script, *overrides(tmp_path, tmp_path, allocation_mode="embedded|fsdp:d2"))
+    done = run(script, *overrides(tmp_path, tmp_path, "slurm", allocation_mode="embedded|fsdp:d2"))
     assert done.returncode == 7, done.stdout + done.stderr
     assert (
         "rank 1 failed first, with exit code 7; the last lines of its standard error:\n    no such weights"
@@ -96,7 +86,9 @@ def test_a_rank_that_fails_under_slurm_gives_its_code_and_error_and_nothing_stay
 def test_a_server_is_a_separate_step_and_the_ranks_get_its_address(cluster, stop_file, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os; print('servers', os.environ['AREAL_LLM_SERVER_ADDRS'])")
-    options = overrides(tmp_path, Path("some/model"), allocation_mode="sglang:d2+fsdp:d1", **SERVER_OPTIONS)
+    options = overrides(
+        tmp_path, "some/model", "slurm", allocation_mode="sglang:d2+fsdp:d1", **SERVER_OPTIONS
+    )
     done = run(script, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     [line] = [line for line in done.stdout.splitlines() if line.startswith("inference servers: ")]
@@ -119,7 +111,7 @@ def test_a_server_that_cannot_start_under_slurm_is_reported_with_its_last_line(c
     script.write_text("raise SystemExit(5)")
     done = run(
         script,
-        *overrides(tmp_path, Path("some/model"), allocation_mode="sglang:d1+fsdp:d1", **SERVER_OPTIONS),
+        *overrides(tmp_path, "some/model", "slurm", allocation_mode="sglang:d1+fsdp:d1", **SERVER_OPTIONS),
     )
     assert done.returncode == 1
     assert "no such model" in done.stdout
@@ -129,7 +121,7 @@ def test_a_server_that_cannot_start_under_slurm_is_reported_with_its_last_line(c
 def test_the_end_of_the_launcher_cancels_the_job(cluster, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import time; print('started', flush=True); time.sleep(600)")
-    command = [*COMMAND, script, "--config", TINY, *overrides(tmp_path, tmp_path)]
+    command = [*TRAIN, script, "--config", TINY, *overrides(tmp_path, tmp_path, "slurm")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
         job_id = next(line.split()[2] for line in launcher.stdout if line.startswith("SLURM job "))
         assert "started\n" in iter(launcher.stdout.readline, "")

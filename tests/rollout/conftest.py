@@ -19,6 +19,8 @@ from aiohttp import web
 from areal_core.launch.server_process import free_port
 from areal_core.launch.sglang_process import SHIM, SGLangServer
 from areal_core.rollout.http_thread import HttpThread
+from areal_core.rollout.types import ModelRequest, Sampling
+from areal_core.rollout.workflow import episode_tensors
 from areal_core.servers.pool import ServerPool
 from areal_core.servers.server import Server, is_healthy
 from areal_core.servers.sglang import SGLANG
@@ -108,6 +110,20 @@ class FakeServer:
 
     def stop(self) -> None:
         self._http.close()
+
+
+class Rewarded:
+    """A workflow of one completion; `outcome(prompt_id, sample_id)` is a reward, None or an exception."""
+
+    def __init__(self, outcome=lambda prompt_id, sample_id: 0.5) -> None:
+        self.outcome = outcome
+
+    async def arun_episode(self, engine, data):
+        response = await engine.agenerate(ModelRequest(input_ids=[data["number"]], sampling=Sampling()))
+        outcome = self.outcome(engine.prompt_id, engine.sample_id)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return None if outcome is None else episode_tensors(response, outcome)
 
 
 @pytest.fixture

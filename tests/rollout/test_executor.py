@@ -7,31 +7,20 @@ import pytest
 import torch
 
 from areal_core.config import GenerationHyperparameters
+from areal_core.data import PromptLoader
 from areal_core.rollout.errors import NothingAccepted
-from areal_core.rollout.pipeline import Executor
+from areal_core.rollout.pipeline import Executor, PromptFeed
 from areal_core.rollout.staleness import StalenessControl
-from areal_core.rollout.types import ModelRequest, Sampling
-from areal_core.rollout.workflow import RLVRWorkflow, WrittenWorkflow, episode_tensors
+from areal_core.rollout.workflow import RLVRWorkflow, WrittenWorkflow
 from areal_core.telemetry.stats import Stats
 from areal_core.testing import ScriptedEngine, make_tiny_tokenizer
 from areal_core.trainer.build_rollouts import build_filter
 from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.evaluation import Evaluation
 from areal_core.trainer.live import LiveRollouts
+from tests.rollout.conftest import Rewarded
 
 TOKENIZER = make_tiny_tokenizer()
-
-
-class Rewarded:
-    """One completion; its reward is `reward(prompt_id, sample_id)`, and None rejects it."""
-
-    def __init__(self, reward=lambda prompt_id, sample_id: 0.5) -> None:
-        self.reward = reward
-
-    async def arun_episode(self, engine, data):
-        response = await engine.agenerate(ModelRequest(input_ids=[data["number"]], sampling=Sampling()))
-        reward = self.reward(engine.prompt_id, engine.sample_id)
-        return None if reward is None else episode_tensors(response, reward)
 
 
 @pytest.fixture
@@ -188,32 +177,16 @@ def test_rlvr_episode_holds_prompt_and_completion_with_masks_logprobs_and_versio
     assert (sent.n_samples, sent.max_new_tokens) == (1, 7)
 
 
-# Batches that rejected prompts make smaller
-
-
-def take_batches(executor, rewards, count):
-    """Return the number of prompts that were taken, and those of each batch."""
-
-    class Feed:
-        taken = 0
-
-        def take(self):
-            self.taken += 1
-            return self.taken - 1, {"number": 1}
-
-    feed, found = Feed(), []
-    workflow = Rewarded(lambda prompt_id, sample_id: rewards(prompt_id))
-    for version in range(count):
+def test_a_rejected_prompt_keeps_its_place_and_nothing_is_sampled_for_it(start):
+    feed = PromptFeed(PromptLoader([{"number": 1}] * 12, 4, shuffle=False))
+    executor, batches = start(4, 4, holds_rejected=True), []
+    workflow = Rewarded(lambda prompt_id, _: None if prompt_id % 2 == 0 else 1.0)
+    for version in range(3):
         executor.engine.set_version(version)
         executor.set_version(version)
-        found.append(executor.prepare_batch(feed, workflow, timeout_s=20)["prompt_id"].tolist())
-    return feed.taken, found
-
-
-def test_a_rejected_prompt_keeps_its_place_and_nothing_is_sampled_for_it(start):
-    executor = start(4, 4, holds_rejected=True)
-    found = take_batches(executor, lambda prompt_id: None if prompt_id % 2 == 0 else 1.0, 3)
-    assert found == (12, [[1, 3], [5, 7], [9, 11]])
+        batches.append(executor.prepare_batch(feed, workflow, timeout_s=20)["prompt_id"].tolist())
+    assert batches == [[1, 3], [5, 7], [9, 11]]
+    assert feed.take()[0] == 12
     assert (executor.control.accepted, executor.control.rejected, executor.control.held) == (6, 6, 6)
 
 

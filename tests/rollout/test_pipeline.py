@@ -14,6 +14,7 @@ from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import ModelRequest, Sampling
 from areal_core.rollout.workflow import episode_tensors
 from areal_core.testing import ScriptedEngine
+from tests.rollout.conftest import Rewarded
 
 QUICK = Patience(check_every_s=0.01, paused_s=0.02, own_code_s=0.03, generation_s=0.03)
 
@@ -46,20 +47,6 @@ class Gated:
     async def open(self, prompt_id: int, outcome=0.5, sample_id: int = 0) -> None:
         self.gates.pop((prompt_id, sample_id)).set_result(outcome)
         await settle()
-
-
-class Scripted:
-    """A workflow that returns `outcome(prompt_id, sample_id)`: a reward, None or an exception."""
-
-    def __init__(self, outcome) -> None:
-        self.outcome = outcome
-
-    async def arun_episode(self, engine, data):
-        response = await engine.agenerate(ModelRequest(input_ids=[data["number"]], sampling=Sampling()))
-        outcome = self.outcome(engine.prompt_id, engine.sample_id)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return None if outcome is None else episode_tensors(response, outcome)
 
 
 def run(scenario) -> None:
@@ -156,7 +143,7 @@ async def test_a_group_is_complete_and_starts_and_ends_together():
 @on_a_loop
 async def test_rejected_prompts_are_replaced_and_counted_separately_from_failed_ones():
     outcomes = {0: None, 1: ValueError("flaky"), 2: 0.0, 3: 1.0, 4: 1.0}
-    workflow = Scripted(lambda prompt_id, _: outcomes[prompt_id])
+    workflow = Rewarded(lambda prompt_id, _: outcomes[prompt_id])
     pipe = pipeline(batch_size=2, max_failures=1)
     groups = await pipe.prepare(
         Numbers(), Plan(workflow, 1, lambda rows: bool(rows["rewards"].sum() > 0)), None

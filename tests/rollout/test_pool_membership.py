@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -119,25 +120,35 @@ def test_the_prompts_of_a_server_that_is_gone_find_another_and_a_failed_one_is_a
 # ---- the client
 
 
+def with_client(servers, body, **options):
+    """Return what `body(client)` returns, for a client of these servers."""
+
+    async def work():
+        client = FleetClient([server.server for server in servers], SGLANG, **options)
+        try:
+            return await body(client)
+        finally:
+            await client.aclose()
+
+    return asyncio.run(work())
+
+
 def sample(client: FleetClient, num_tokens: int = 3):
     return client.agenerate(ModelRequest(input_ids=[5], sampling=Sampling(max_new_tokens=num_tokens)))
 
 
 def test_only_servers_with_the_current_weights_get_requests(start_fake):
     updated, missed, behind = start_fake(), start_fake(), start_fake()
+    updated.weight_version, behind.weight_version = "1", "0"
 
-    async def work():
-        client = FleetClient([updated.server, missed.server, behind.server], SGLANG)
-        updated.weight_version, behind.weight_version = "1", "0"
+    async def body(client):
         await asyncio.to_thread(client.set_version, 1)
         responses = [await sample(client) for _ in range(4)]
         missed.weight_version = "2"  # as during a weight update: newer weights are accepted
         client.refresh()
-        requested = set(client.router.servers)
-        await client.aclose()
-        return responses, requested
+        return responses, set(client.router.servers)
 
-    responses, requested = asyncio.run(work())
+    responses, requested = with_client([updated, missed, behind], body)
     assert [r.output_versions for r in responses] == [[1, 1, 1]] * 4
     assert missed.calls == behind.calls == []
     assert requested == {updated.server, missed.server}
@@ -147,75 +158,64 @@ def test_a_server_of_another_model_gets_no_request_even_before_the_first_update(
     good, wrong = start_fake(), start_fake()
     wrong.server_info["version"] = "0.3.0"
     names = FolderNames(tmp_path)
-    client = FleetClient(
-        [good.server], SGLANG, discovery=Discovery((good.server,), names, "e", "t"), model=run_model("tiny")
-    )
     register_server(names, "e", "t", wrong.server.address)
-    client.refresh()
-    assert list(client.router.servers) == [good.server]
-    client.close()
+
+    async def body(client):
+        await asyncio.to_thread(client.refresh)
+        return list(client.router.servers)
+
+    discovery = Discovery((good.server,), names, "e", "t")
+    assert with_client([good], body, discovery=discovery, model=run_model("tiny")) == [good.server]
 
 
 def test_tokens_of_a_server_that_restarted_with_old_weights_are_discarded(start_fake):
     restarted, good = start_fake(), start_fake()
+    restarted.weight_version = good.weight_version = "3"
 
-    async def work():
-        client = FleetClient([restarted.server, good.server], SGLANG)
-        restarted.weight_version = good.weight_version = "3"
+    async def body(client):
         await asyncio.to_thread(client.set_version, 3)
         restarted.weight_version = "default"  # killed, and started again at its address
-        responses = [await sample(client) for _ in range(3)]
-        await client.aclose()
-        return responses
+        return [await sample(client) for _ in range(3)]
 
-    assert [r.output_versions for r in asyncio.run(work())] == [[3, 3, 3]] * 3
+    responses = with_client([restarted, good], body)
+    assert [r.output_versions for r in responses] == [[3, 3, 3]] * 3
     assert len(restarted.calls) == 1
 
 
 def test_first_weights_keep_their_version_when_the_reply_comes_after_an_update(start_fake):
     """The server reports "default"; the version at the time of arrival would be wrong."""
-    fake = start_fake()
 
-    async def work():
-        client = FleetClient([fake.server], SGLANG, version=4)
+    async def body(client):
         requested = asyncio.create_task(sample(client))
         await asyncio.sleep(0)  # the request has read the version
         client.version = 5
-        response = await requested
-        await client.aclose()
-        return response
+        return await requested
 
-    assert asyncio.run(work()).output_versions == [4, 4, 4]
+    assert with_client([start_fake()], body, version=4).output_versions == [4, 4, 4]
 
 
 def test_a_server_that_hangs_loses_its_requests_to_another(start_fake, serve_application):
-
     async def never(request):
         await asyncio.sleep(60)
 
     application = web.Application()
     application.router.add_route("*", "/{route}", never)
-    hung, good = serve_application(application), start_fake()
+    servers = [SimpleNamespace(server=serve_application(application)), start_fake()]
 
-    async def work():
-        client = FleetClient([hung, good.server], SGLANG, health_interval_s=0.01, health_timeout_s=0.05)
-        response = await asyncio.wait_for(sample(client), 20)
-        await client.aclose()
-        return response
+    async def body(client):
+        return await asyncio.wait_for(sample(client), 20)
 
-    assert asyncio.run(work()).output_tokens == [6, 7, 8]
+    response = with_client(servers, body, health_interval_s=0.01, health_timeout_s=0.05)
+    assert response.output_tokens == [6, 7, 8]
 
 
 def test_a_server_that_answers_500_to_one_request_is_not_dropped(start_fake):
     fake = start_fake()
     fake.script = [(500, "boom")] * 3
 
-    async def work():
-        client = FleetClient([fake.server], SGLANG, num_retries=2, retry_delay_s=0.001)
+    async def body(client):
         with pytest.raises(RequestRefused, match="answered 500: boom"):
             await sample(client)
-        response = await sample(client)
-        await client.aclose()
-        return response
+        return await sample(client)
 
-    assert asyncio.run(work()).output_tokens == [6, 7, 8]
+    assert with_client([fake], body, num_retries=2, retry_delay_s=0.001).output_tokens == [6, 7, 8]

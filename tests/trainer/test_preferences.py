@@ -7,15 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from areal_core.config import DPOConfig, RWConfig
 from areal_core.config.train_engine import OptimizerConfig
 from areal_core.engine.ranks import Ranks
 from areal_core.trainer import supervised
 from areal_core.trainer.batches import pairs_to_batch
-from areal_core.trainer.dpo import DPOTrainer
-from areal_core.trainer.reward_model import RWTrainer
 from benchmarks.larger_numbers import larger_number_rows
 from benchmarks.learning_methods import pairs
+from tests.trainer.supervised_config import METHODS, make_config
 
 
 @cache
@@ -23,32 +21,17 @@ def training_and_held_out():
     return tuple(map(pairs, larger_number_rows()))
 
 
-def make_config(method: str, folder, trial: str = "t"):
-    """Build a config: batches of 32 pairs, float32, 3 epochs."""
-    config = {"dpo": DPOConfig, "rw": RWConfig}[method](experiment_name="e", trial_name=trial)
-    config.cluster.fileroot, config.allocation_mode = str(folder), "fsdp:d1"
-    config.actor.path, config.actor.dtype = "model", "float32"
-    config.actor.optimizer = OptimizerConfig(
-        lr=3e-3, weight_decay=0.0, lr_scheduler_type="linear", warmup_steps_proportion=0.1
-    )
-    config.train_dataset.path, config.train_dataset.type, config.train_dataset.batch_size = "x", method, 32
-    config.total_train_epochs = 3
-    return config
-
-
 @pytest.fixture
 def trainer(tiny_model, in_process, tmp_path):
-    """Build a trainer in this process: `trainer(method, change, trial=...)`.
+    """Build a trainer in this process: `trainer(method, options)`; batches of 32 pairs, 3 epochs."""
 
-    `change` is called with the config.
-    """
-
-    def make(method: str, change=lambda config: None, trial: str = "t"):
-        config = make_config(method, tmp_path, trial)
-        config.actor.path = str(tiny_model)
-        change(config)
-        trainer_class = {"dpo": DPOTrainer, "rw": RWTrainer}[method]
-        return trainer_class(config, *training_and_held_out(), join=in_process)
+    def make(method: str, options: dict[str, object]):
+        optimizer = OptimizerConfig(
+            lr=3e-3, weight_decay=0.0, lr_scheduler_type="linear", warmup_steps_proportion=0.1
+        )
+        given = {"actor.optimizer": optimizer, "total_train_epochs": 3} | options
+        config = make_config(method, tmp_path, tiny_model, 32, given)
+        return METHODS[method][1](config, *training_and_held_out(), join=in_process)
 
     return make
 
@@ -59,12 +42,12 @@ def held_out(trainer) -> dict[str, float]:
 
 
 def test_saved_reward_model_scores_the_same_in_transformers_and_when_loaded_again(trainer, tmp_path):
-    with trainer("rw") as run:
+    with trainer("rw", {}) as run:
         run.train(stop=lambda step: step == 9)
         ours = held_out(run)
     [folder] = tmp_path.glob("checkpoints/*/e/t/default/final")
     theirs = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    again = trainer("rw", lambda config: setattr(config.actor, "path", str(folder)), "again")
+    again = trainer("rw", {"actor.path": str(folder), "trial_name": "again"})
     with again as run:
         assert held_out(run)["held-out/loss/avg"] == pytest.approx(ours["held-out/loss/avg"])
         with torch.no_grad():

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from areal_core.config import SFTConfig
 from areal_core.config.train_engine import OptimizerConfig
 from areal_core.engine.checkpoint.files import _checksum, read_checkpoint
 from areal_core.errors import CheckpointError
 from areal_core.trainer import checkpointing
 from areal_core.trainer.checkpointing import find_checkpoint
 from areal_core.trainer.sft import SFTTrainer
+from tests.trainer.supervised_config import make_config
 
 ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i in range(8)]
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="linear", warmup_steps_proportion=0.0)
@@ -26,15 +26,10 @@ def train(tiny_model, in_process, tmp_path):
     def run(
         mode: str, stop_after: int = 3, trial: str = "t", freq_steps: int = 1, **options: object
     ) -> dict[str, list[float]]:
-        config = SFTConfig(experiment_name="e", trial_name=trial, allocation_mode="fsdp:d1")
-        config.cluster.fileroot = str(tmp_path)
-        config.actor.path, config.actor.dtype = str(tiny_model), "float32"
-        config.actor.optimizer = OPTIMIZER
-        config.train_dataset.path, config.train_dataset.type, config.train_dataset.batch_size = "x", "sft", 2
-        config.recover.mode, config.recover.freq_steps = mode, freq_steps
-        for name, value in options.items():
-            section, _, option = name.partition("__")
-            setattr(getattr(config, section), option, value)
+        given = {"trial_name": trial, "actor.optimizer": OPTIMIZER}
+        given |= {"recover.mode": mode, "recover.freq_steps": freq_steps}
+        given |= {name.replace("__", "."): value for name, value in options.items()}
+        config = make_config("sft", tmp_path, tiny_model, 2, given)
         with SFTTrainer(config, ROWS, join=in_process) as trainer:
             trainer.train(stop=lambda step: step == stop_after)
             run.group = trainer.actor.optimizer.param_groups[0]
@@ -143,9 +138,10 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     assert steps_logged() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("keys", "value"),
-    [
+def test_a_state_of_another_type_is_one_sentence(train, checkpoints):
+    train("auto")
+    written = {file: file.read_text() for file in checkpoints().glob("*/checkpoint.json")}
+    for keys, value in (
         (("state", "step"), "3"),
         (("state", "step"), -1),
         (("state", "sources"), [{}]),
@@ -153,20 +149,17 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
         (("engines", "actor", "schedule"), 1e308),
         (("engines", "actor", "folder"), 10**30),
         (("rng",), [{}]),
-    ],
-)
-def test_a_state_of_another_type_is_one_sentence(train, checkpoints, keys, value):
-    train("auto")
-    for folder in checkpoints().iterdir():
-        document = json.loads((folder / "checkpoint.json").read_text())
-        inner = document["content"]
-        for key in keys[:-1]:
-            inner = inner[key]
-        inner[keys[-1]] = value
-        document["crc32c"] = _checksum(document["content"])
-        (folder / "checkpoint.json").write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match=r"use another one|has no complete checkpoint"):
-        train("resume")
+    ):
+        for file, text in written.items():
+            document = json.loads(text)
+            inner = document["content"]
+            for key in keys[:-1]:
+                inner = inner[key]
+            inner[keys[-1]] = value
+            document["crc32c"] = _checksum(document["content"])
+            file.write_text(json.dumps(document))
+        with pytest.raises(CheckpointError, match=r"use another one|has no complete checkpoint"):
+            train("resume")
 
 
 def test_fault_starts_from_the_beginning_and_continues_only_its_own_run(

@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_core.config import SFTConfig
-from areal_core.config.train_engine import OptimizerConfig
 from areal_core.errors import MiscomputedError
 from areal_core.paths import run_folder
 from areal_core.testing.bit_flips import flip_bit
 from areal_core.trainer.sft import SFTTrainer
+from tests.trainer.supervised_config import make_config
 
 TRAINING = [{"input_ids": [5, 6, *range(7, 9 + i)], "loss_mask": [0, 0, *[1] * (i + 2)]} for i in range(8)]
 HELD_OUT = [
@@ -24,15 +23,9 @@ HELD_OUT = [
 def train(tiny_model, in_process, tmp_path):
     """Train two steps in this process, and return the statistics of each."""
 
-    def run(valid_dataset, debug=None, prepare=lambda trainer: None, **evaluator) -> list[dict[str, float]]:
-        config = SFTConfig(experiment_name="e", trial_name="t", total_train_steps=2)
-        config.cluster.fileroot, config.allocation_mode = str(tmp_path), "fsdp:d1"
-        config.actor.path, config.actor.dtype = str(tiny_model), "float32"
-        config.actor.optimizer = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.0)
-        config.train_dataset.batch_size = 4
-        for section, options in ((config.evaluator, evaluator), (config.debug, debug or {})):
-            for name, value in options.items():
-                setattr(section, name, value)
+    def run(valid_dataset, prepare=lambda trainer: None, **options) -> list[dict[str, float]]:
+        given = {name.replace("__", "."): value for name, value in options.items()}
+        config = make_config("sft", tmp_path, tiny_model, 4, {"total_train_steps": 2} | given)
         with SFTTrainer(config, TRAINING, valid_dataset, join=in_process) as trainer:
             prepare(trainer)
             trainer.train()
@@ -53,11 +46,11 @@ def test_a_step_that_is_computed_wrongly_once_stops_the_run(train):
     def plant(trainer):
         trainer.actor.model.get_submodule("model.layers.1.mlp.up_proj").register_forward_hook(flip)
 
-    runs = [train([], debug=debug)[-2:] for debug in ({}, {"verify_every": 1})]
+    runs = [train([], debug__verify_every=every)[-2:] for every in (None, 1)]
     plain, verified = ([(s["sft/loss/avg"], s["sft/grad_norm"]) for s in run] for run in runs)
     assert plain == verified
     with pytest.raises(MiscomputedError, match="step 1, actor, minibatch 0: rank 0") as raised:
-        train([], debug={"verify_every": 1}, prepare=plant)
+        train([], debug__verify_every=1, prepare=plant)
     assert "output of model.layers.1.mlp.up_proj, element [0, 0, 70], bit 30" in str(raised.value)
     assert len(calls) == 5
 
@@ -73,7 +66,7 @@ def losses_per_row(model) -> list[float]:
 
 
 def test_the_loss_before_training_is_that_of_the_models_logits(train, tiny_model):
-    first, _ = train(HELD_OUT, eval_before_train=True, freq_steps=2)
+    first, _ = train(HELD_OUT, evaluator__eval_before_train=True, evaluator__freq_steps=2)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     with torch.no_grad():
         losses = losses_per_row(model)

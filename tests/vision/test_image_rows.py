@@ -12,7 +12,6 @@ from areal_core.config import DatasetConfig
 from areal_core.data import get_dataset
 from areal_core.data.processor import VisionProcessor
 from areal_core.errors import DatasetError
-from areal_core.reward.functions import clevr_count_70k_reward_fn, geometry3k_reward_fn, reasoned_reward_fn
 from areal_core.testing.tiny_vision import make_tiny_processor
 
 
@@ -76,23 +75,3 @@ def test_pictures_and_markers_must_agree(tmp_path):
         get_dataset(DatasetConfig(path=str(file), type="rl"))[0]
     with pytest.raises(DatasetError, match="type 'dpo'; expected 'rl' or 'sft'"):
         get_dataset(DatasetConfig(path=str(file), type="dpo"))
-
-
-@pytest.mark.parametrize(
-    ("reward_fn", "completion", "answer", "reward"),
-    [
-        (clevr_count_70k_reward_fn, "There are [3] and [4].", "4", 1.0),
-        (clevr_count_70k_reward_fn, "[4] no, 5", "5", 0.0),
-        (clevr_count_70k_reward_fn, "4", "4", 0.0),
-        (geometry3k_reward_fn, "so [2\\sqrt{3}]", "2 \\sqrt 3", 1.0),
-        (geometry3k_reward_fn, "the area is 1,200.0 square units", "1200", 1.0),
-        (geometry3k_reward_fn, "\\boxed{7} [8]", "7", 1.0),
-        (geometry3k_reward_fn, "no answer", "7", 0.0),
-        (reasoned_reward_fn, "<think>a</think> \\boxed{\\frac{1}{2}}", "0.5", 1.0),
-        (reasoned_reward_fn, "\\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{2}}", 0.9),
-        (reasoned_reward_fn, "<think>a</think> \\boxed{3}", "4", 0.1),
-        (reasoned_reward_fn, "<think>a</think> 4", "4", 0.0),
-    ],
-)
-def test_rewards(reward_fn, completion, answer, reward):
-    assert reward_fn("", completion, [], [], answer=answer) == pytest.approx(reward)
