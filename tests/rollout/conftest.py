@@ -62,9 +62,10 @@ class FakeServer:
         body = await request.json()
         self.calls.append(("/generate", body))
         if "logprob_start_len" in body:
-            rows = [[-token / 100, token, None] for token in body["input_ids"][body["logprob_start_len"] :]]
+            scored = body["input_ids"][body["logprob_start_len"] :]
+            rows = [[None if i == 0 else -token / 100, token, None] for i, token in enumerate(scored)]
             meta = {"input_token_logprobs": rows, "weight_version": self.weight_version}
-            return web.json_response({"meta_info": meta})
+            return web.json_response(self.spoil({"meta_info": meta}))
         wanted = body["sampling_params"]["max_new_tokens"]
         step = self.script.pop(0) if self.script else wanted
         if isinstance(step, tuple):

@@ -20,28 +20,37 @@ LENGTHS = [400, 500, 600, 700]  # unlike, so that a completion is under way at a
 MAX_UPDATES = 20  # until one meets a completion
 
 
-def ask(
-    servers, requests: list[ModelRequest], wire=SGLANG, version=0, retry_delay_s=0.01, **options
-) -> list[ModelResponse]:
-    """Send requests at once, by a client with these options that knows `version`."""
+def with_client(servers, body, wire=SGLANG, **options):
+    """Return what `body(client)` returns, for a client with these options of servers, fake or real."""
 
-    async def work() -> list[ModelResponse]:
-        client = FleetClient(servers, wire, retry_delay_s=retry_delay_s, **options)
-        if version:
-            await asyncio.to_thread(client.set_version, version)
+    async def work():
+        client = FleetClient([getattr(server, "server", server) for server in servers], wire, **options)
         try:
-            return await asyncio.gather(*map(client.agenerate, requests))
+            return await body(client)
         finally:
             await client.aclose()
 
     return asyncio.run(work())
 
 
+def ask(
+    servers, requests: list[ModelRequest], version=0, retry_delay_s=0.01, **options
+) -> list[ModelResponse]:
+    """Send requests at once, by a client with these options that knows `version`."""
+
+    async def body(client: FleetClient) -> list[ModelResponse]:
+        if version:
+            await asyncio.to_thread(client.set_version, version)
+        return await asyncio.gather(*map(client.agenerate, requests))
+
+    return with_client(servers, body, retry_delay_s=retry_delay_s, **options)
+
+
 def generate(pool, num_requests=6, max_new_tokens=24, version=0, **sampling) -> list[ModelResponse]:
     """Sample from the servers of a pool."""
     law = Sampling(max_new_tokens=max_new_tokens, temperature=TEMPERATURE, **sampling)
     requests = [ModelRequest(input_ids=list(range(10, 14 + i)), sampling=law) for i in range(num_requests)]
-    return ask(pool.servers, requests, pool.wire, version, num_retries=1, retry_delay_s=0.1)
+    return ask(pool.servers, requests, version, wire=pool.wire, num_retries=1, retry_delay_s=0.1)
 
 
 @torch.no_grad()

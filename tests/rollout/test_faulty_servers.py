@@ -15,12 +15,12 @@ from aiohttp import web
 from areal_core.rollout.errors import RequestRefused, ServerDied, WeightUpdateFailed
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers import health
-from areal_core.servers.client import FleetClient
 from areal_core.servers.health import State
 from areal_core.servers.identity import RunModel
 from areal_core.servers.sglang import SGLANG
 from areal_core.servers.verification import WeightCheck
 from tests.rollout.chaos.faults import REFUSED, WRONG_BODY, WRONG_JSON, WRONG_STATUS, with_logprob
+from tests.rollout.sampled import ask, with_client
 
 VOCABULARY = 1000
 MODEL = RunModel("tiny", {"vocab_size": VOCABULARY})
@@ -28,29 +28,15 @@ MODEL = RunModel("tiny", {"vocab_size": VOCABULARY})
 
 def run_requests(fakes, count=20, num_tokens=3, **options):
     """Return the client, closed, and the response to each request, or its exception."""
+    sampling = Sampling(max_new_tokens=num_tokens)
+    requests = [
+        ModelRequest(input_ids=[i], sampling=sampling, metadata={"prompt_id": i}) for i in range(count)
+    ]
 
-    async def work():
-        client = FleetClient(
-            [fake.server for fake in fakes],
-            SGLANG,
-            model=MODEL,
-            retry_delay_s=0.01,
-            knows_versions=True,
-            **options,
-        )
-        requests = [
-            ModelRequest(
-                input_ids=[i], sampling=Sampling(max_new_tokens=num_tokens), metadata={"prompt_id": i}
-            )
-            for i in range(count)
-        ]
-        try:
-            responses = await asyncio.gather(*map(client.agenerate, requests), return_exceptions=True)
-            return client, responses
-        finally:
-            await client.aclose()
+    async def body(client):
+        return client, await asyncio.gather(*map(client.agenerate, requests), return_exceptions=True)
 
-    return asyncio.run(work())
+    return with_client(fakes, body, model=MODEL, retry_delay_s=0.01, knows_versions=True, **options)
 
 
 def spoiling(kind):
@@ -141,18 +127,9 @@ def test_a_request_that_is_never_answered_in_time_names_the_option(start_fake, s
         application.router.add_route("*", "/{route}", slowly)
         servers.append(serve_application(application))
 
-    async def work():
-        client = FleetClient(servers, SGLANG, timeout_s=0.1, num_retries=2, retry_delay_s=0.01)
-        request = ModelRequest(input_ids=[1], sampling=Sampling(max_new_tokens=3))
-        try:
-            with pytest.raises(
-                ServerDied, match=r"no reply within 0.1 s \(rollout.request_timeout\), 3 times"
-            ):
-                await client.agenerate(request)
-        finally:
-            await client.aclose()
-
-    asyncio.run(work())
+    request = ModelRequest(input_ids=[1], sampling=Sampling(max_new_tokens=3))
+    with pytest.raises(ServerDied, match=r"no reply within 0.1 s \(rollout.request_timeout\), 3 times"):
+        ask(servers, [request], timeout_s=0.1, num_retries=2)
 
 
 @pytest.mark.long

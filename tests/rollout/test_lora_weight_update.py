@@ -20,7 +20,7 @@ from areal_core.servers.verification import WeightCheck
 from areal_core.servers.weight_update import AdapterUpdate
 from areal_core.testing.embedded_server import EmbeddedServer
 
-from .sampled import ask, logprobs_of, sample_while
+from .sampled import ask, logprobs_of, sample_while, with_client
 from .test_embedded_server import Gate
 
 RANK, TEMPERATURE = 4, 0.8
@@ -226,24 +226,21 @@ def test_a_completion_that_an_update_aborts_continues_with_the_new_adapter(
 def test_a_server_that_restarts_without_the_adapter_gets_no_more_requests(embedded, update_of, adapted):
     good, bad = embedded(), embedded()
     update_of(good, bad).send(AdapterTensors(adapted, torch.device("cpu")), 1)
-    client = FleetClient([good, bad], SGLANG, lora_name="tiny")
-    client.set_version(1)
-    assert list(client.router.servers) == [good, bad]
     sampling = Sampling(max_new_tokens=4, temperature=TEMPERATURE)
-    call(bad, "POST", "/unload_lora_adapter", {"lora_name": "tiny-v1"})  # what a restart leaves
-    call(bad, "POST", "/update_weight_version", {"new_version": "default"})
+    requests = [ModelRequest(input_ids=[10, 11 + i], sampling=sampling) for i in range(6)]
 
-    async def work() -> list[ModelResponse]:
-        requests = [ModelRequest(input_ids=[10, 11 + i], sampling=sampling) for i in range(6)]
-        try:
-            return await asyncio.gather(*(client.agenerate(request) for request in requests))
-        finally:
-            await client.aclose()
+    async def body(client):
+        await asyncio.to_thread(client.set_version, 1)
+        before = list(client.router.servers)
+        lost = {"lora_name": "tiny-v1"}, {"new_version": "default"}  # what a restart leaves
+        await asyncio.to_thread(call, bad, "POST", "/unload_lora_adapter", lost[0])
+        await asyncio.to_thread(call, bad, "POST", "/update_weight_version", lost[1])
+        responses = await asyncio.gather(*map(client.agenerate, requests))
+        return before, responses, list(client.router.servers)
 
-    responses = asyncio.run(work())
-    assert list(client.router.servers) == [good]
+    before, responses, after = with_client([good, bad], body, lora_name="tiny")
+    assert (before, after) == ([good, bad], [good])
     assert worst_difference(adapted, responses) < 1e-5
-    client.close()
 
 
 @pytest.mark.long

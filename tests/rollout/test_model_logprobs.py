@@ -6,17 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 from areal_core.embedded.engine import EmbeddedEngine
 from areal_core.embedded.replica import Replica
 from areal_core.launch.sglang_process import SGLangServer
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
-from areal_core.servers.client import FleetClient
 from areal_core.servers.server import Server
-from areal_core.servers.sglang import SGLANG
-from tests.rollout.sampled import ask, logprobs_of
+from tests.rollout.sampled import ask, logprobs_of, with_client
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]})
 
@@ -25,83 +22,64 @@ def generate(server: Server, sampling: Sampling, prompt: list[int]) -> ModelResp
     return ask([server], [ModelRequest(input_ids=prompt, sampling=sampling)])[0]
 
 
-class MaskingServer:
-    """Sample tokens 7, 8, ... with logprob 0, as a grammar would; score token t with scale * t.
+def masking(*versions: str):
+    """Return a `spoil` that leaves log-probs of 0, as a grammar does, in replies of these versions."""
+    left = list(versions)
 
-    `versions` are the weight versions of successive replies.
-    """
+    def spoil(reply):
+        meta = reply["meta_info"]
+        meta["weight_version"] = left.pop(0) if left else meta["weight_version"]
+        for entry in meta.get("output_token_logprobs", ()):
+            entry[0] = 0.0
+        return reply
 
-    def __init__(self, versions: list[str], cut_first: bool = False, scale: float = -1.0) -> None:
-        self.versions = versions
-        self.scale = scale
-        self.cut_first = cut_first
-        self.bodies: list[dict] = []
-
-    def application(self) -> web.Application:
-        application = web.Application()
-        application.router.add_post("/generate", self._generate)
-        return application
-
-    async def _generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.bodies.append(body)
-        wanted = body["sampling_params"]["max_new_tokens"]
-        cut = self.cut_first and len(self.bodies) == 1
-        count = 1 if cut else wanted
-        version = self.versions[min(len(self.bodies), len(self.versions)) - 1]
-        scored = body["input_ids"][body["logprob_start_len"] :] if wanted == 0 else []
-        meta = {
-            "id": body["rid"],
-            "finish_reason": {"type": "abort" if cut else "length"},
-            "completion_tokens": count,
-            "weight_version": version,
-            "weight_versions": [{"version": version, "start": 0, "end": count}],
-            "output_token_logprobs": [[0.0, 7 + i, None] for i in range(count)],
-            "input_token_logprobs": [
-                [None if i == 0 else self.scale * t, t, None] for i, t in enumerate(scored)
-            ],
-        }
-        return web.json_response({"meta_info": meta})
+    return spoil
 
 
 CONSTRAINED = Sampling(max_new_tokens=3, server_only={"json_schema": SCHEMA}, model_logprobs=True)
 
 
-def test_tokens_of_a_grammar_are_scored_by_the_same_server(serve_application):
-    masking = MaskingServer(["default"])
-    response = generate(serve_application(masking.application()), CONSTRAINED, [5, 6])
+def test_tokens_of_a_grammar_are_scored_by_the_same_server(start_fake):
+    fake = start_fake()
+    fake.spoil = masking()
+    response = generate(fake.server, CONSTRAINED, [5, 6])
     assert response.output_tokens == [7, 8, 9]
-    assert response.output_logprobs == [-7.0, -8.0, -9.0]
+    assert response.output_logprobs == [-0.07, -0.08, -0.09]
     assert response.output_versions == [0, 0, 0]
-    sampled, scored = masking.bodies
+    (_, sampled), (_, scored) = fake.calls
     assert sampled["sampling_params"]["json_schema"] == SCHEMA
     assert (scored["input_ids"], scored["logprob_start_len"]) == ([5, 6, 7, 8, 9], 1)
     assert scored["sampling_params"]["max_new_tokens"] == 0
 
 
-def test_a_completion_that_other_weights_would_score_is_sampled_again(serve_application):
-    masking = MaskingServer(["3", "4", "4", "4"])
-    response = generate(serve_application(masking.application()), CONSTRAINED, [5, 6])
-    assert [body["sampling_params"]["max_new_tokens"] for body in masking.bodies] == [3, 0, 3, 0]
+def test_a_completion_that_other_weights_would_score_is_sampled_again(start_fake):
+    fake = start_fake()
+    fake.spoil = masking("3", "4", "4", "4")
+    response = generate(fake.server, CONSTRAINED, [5, 6])
+    assert [body["sampling_params"]["max_new_tokens"] for _, body in fake.calls] == [3, 0, 3, 0]
     assert response.output_versions == [4, 4, 4]
-    assert response.output_logprobs == [-7.0, -8.0, -9.0]
+    assert response.output_logprobs == [-0.07, -0.08, -0.09]
 
 
-def test_a_server_that_scores_positive_numbers_is_quarantined_and_another_serves(serve_application):
-    wrong, right = (MaskingServer(["default"], scale=scale) for scale in (1.0, -1.0))
-    servers = [serve_application(each.application()) for each in (wrong, right)]
+def test_a_server_that_scores_positive_numbers_is_quarantined_and_another_serves(start_fake):
+    wrong, right = start_fake(), start_fake()
+    right.spoil = masking()
 
-    async def work() -> ModelResponse:
-        client = FleetClient(servers, SGLANG, retry_delay_s=0.01)
-        try:
-            request = ModelRequest(input_ids=[5, 6], sampling=CONSTRAINED)
-            responses = [await client.agenerate(request) for _ in range(2)]
-            assert list(client.router.servers) == [servers[1]]
-            return responses[-1]
-        finally:
-            await client.aclose()
+    def positive(reply):
+        for entry in reply["meta_info"].get("input_token_logprobs", ()):
+            entry[0] = 1.0
+        return masking()(reply)
 
-    assert asyncio.run(work()).output_logprobs == [-7.0, -8.0, -9.0]
+    wrong.spoil = positive
+
+    async def body(client):
+        request = ModelRequest(input_ids=[5, 6], sampling=CONSTRAINED)
+        responses = [await client.agenerate(request) for _ in range(2)]
+        return responses[-1], list(client.router.servers)
+
+    response, servers = with_client([wrong, right], body, retry_delay_s=0.01)
+    assert servers == [right.server]
+    assert response.output_logprobs == [-0.07, -0.08, -0.09]
 
 
 def of_model(tiny_model, response: ModelResponse) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -16,6 +15,7 @@ from areal_core.servers.identity import run_model
 from areal_core.servers.router import SPARE_REQUESTS, Router
 from areal_core.servers.server import Server
 from areal_core.servers.sglang import SGLANG
+from tests.rollout.sampled import with_client
 
 A, B = Server("a:1"), Server("b:2")
 
@@ -120,19 +120,6 @@ def test_the_prompts_of_a_server_that_is_gone_find_another_and_a_failed_one_is_a
 # ---- the client
 
 
-def with_client(servers, body, **options):
-    """Return what `body(client)` returns, for a client of these servers."""
-
-    async def work():
-        client = FleetClient([server.server for server in servers], SGLANG, **options)
-        try:
-            return await body(client)
-        finally:
-            await client.aclose()
-
-    return asyncio.run(work())
-
-
 def sample(client: FleetClient, num_tokens: int = 3):
     return client.agenerate(ModelRequest(input_ids=[5], sampling=Sampling(max_new_tokens=num_tokens)))
 
@@ -200,7 +187,7 @@ def test_a_server_that_hangs_loses_its_requests_to_another(start_fake, serve_app
 
     application = web.Application()
     application.router.add_route("*", "/{route}", never)
-    servers = [SimpleNamespace(server=serve_application(application)), start_fake()]
+    servers = [serve_application(application), start_fake()]
 
     async def body(client):
         return await asyncio.wait_for(sample(client), 20)

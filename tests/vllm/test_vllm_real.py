@@ -151,7 +151,7 @@ def test_weights_of_a_wrong_shape_are_refused_and_the_next_update_repairs_the_se
 def test_a_request_beyond_the_context_is_refused_with_the_servers_message(pool):
     request = ModelRequest(input_ids=[10] * 1100, sampling=Sampling(max_new_tokens=5))
     with pytest.raises(RequestRefused, match="longer than the maximum model length of 1024"):
-        sampled.ask(pool.servers, [request], VLLM)
+        sampled.ask(pool.servers, [request], wire=VLLM)
 
 
 def test_a_restarted_server_gets_no_request_until_it_has_the_weights(
