@@ -138,13 +138,10 @@ def test_loglinear_proximal_interpolates_by_staleness():
 ONES = torch.ones(4)
 
 
-def test_explained_variance_of_equal_returns_is_nan():
+def test_explained_variance_equals_numpy_over_ranks_and_of_equal_returns_is_nan():
     a_third = torch.full((4,), 1 / 3)
     assert math.isnan(explained_variance(torch.tensor([1.0, 2.0, 3.0, 4.0]), a_third, ONES))
     assert math.isnan(explained_variance(a_third, a_third, torch.zeros(4)))
-
-
-def test_explained_variance_equals_numpy_over_ranks():
     random = np.random.default_rng(3)
     values, returns = random.normal(5, 2, (2, 6, 11)).astype(np.float32)
     mask = random.random((6, 11)) < 0.6

@@ -145,15 +145,12 @@ class ThreadRanks:
         return results
 
 
-def test_ranks_together_give_what_one_rank_gives():
+def test_ranks_together_give_what_one_rank_gives_also_if_one_has_an_empty_mask():
     generator = torch.Generator().manual_seed(0)
     values, mask = torch.randn(4, 6, generator=generator), torch.rand(4, 6, generator=generator) < 0.5
     alone = normalize_tokens(values, mask)
     parts = ThreadRanks(2).run(normalize_tokens, [(values[:3], mask[:3]), (values[3:], mask[3:])])
     torch.testing.assert_close(torch.cat(parts), alone, rtol=1e-6, atol=1e-6)
-
-
-def test_a_rank_with_an_empty_mask_reaches_every_sum():
     values = torch.tensor([[1.0, 3.0, 5.0]])
     full, empty = ThreadRanks(2).run(
         normalize_tokens, [(values, torch.ones(1, 3)), (torch.zeros(2, 4), torch.zeros(2, 4))]

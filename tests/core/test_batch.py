@@ -29,17 +29,13 @@ def assert_same(left, right):
         assert torch.equal(left[key], right[key]), key
 
 
-def test_concat_pads_with_zeros_to_the_longest():
+def test_concat_pads_with_zeros_to_the_longest_and_names_keys_that_are_not_in_all():
     joined = B.pad_and_concat([rows(2), rows(3)])
     assert joined["input_ids"].tolist() == [[1, 2, 0], [1, 2, 3]]
     assert joined["attention_mask"].tolist() == [[True, True, False], [True, True, True]]
     assert joined["rewards"].tolist() == [0.0, 0.0]
-
-
-def test_concat_names_the_keys_that_are_not_in_all():
-    other = rows(2) | {"values": torch.zeros(1, 2)}
     with pytest.raises(ValueError, match=r"\['values'\]"):
-        B.pad_and_concat([rows(2), other])
+        B.pad_and_concat([rows(2), rows(2) | {"values": torch.zeros(1, 2)}])
 
 
 def with_pictures(*pictures_of_rows):
@@ -80,13 +76,10 @@ def test_unpack_undoes_pack_at_any_width(lengths, extra):
     )
 
 
-def test_canonical_order_is_by_prompt_then_sample():
+def test_canonical_order_is_by_prompt_then_sample_and_refuses_rows_that_share_a_name():
     batch = rows(1, 2, 3, prompt_ids=[7, 3, 3])
     batch["sample_id"] = torch.tensor([0, 1, 0], dtype=torch.int32)
     assert B.sort_canonical(batch)["rewards"].tolist() == [2.0, 1.0, 0.0]
-
-
-def test_canonical_order_refuses_rows_that_share_a_name():
     with pytest.raises(ValueError, match=r"\(3, 0\)"):
         B.sort_canonical(rows(1, 1, prompt_ids=[3, 3]))
 

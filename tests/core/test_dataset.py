@@ -136,7 +136,7 @@ def test_every_epoch_shows_each_row_once_in_a_new_order(drop_last, sizes):
 
 
 @pytest.mark.parametrize("num_before", [0, 2, 3, 5])
-def test_state_continues_exactly(num_before):
+def test_state_continues_exactly_and_that_of_another_order_is_refused(num_before):
     loader = PromptLoader(rows_of(13), 4, 1, 2, seed=5)
     for _ in range(num_before):
         loader.next_batch()
@@ -144,9 +144,6 @@ def test_state_continues_exactly(num_before):
     resumed = PromptLoader(rows_of(13), 4, 1, 2, seed=5)
     resumed.load_state_dict(state)
     assert [resumed.next_batch() for _ in range(6)] == [loader.next_batch() for _ in range(6)]
-
-
-def test_state_of_another_order_is_refused():
     state = PromptLoader(rows_of(13), 4, seed=5).state_dict()
     with pytest.raises(DatasetError, match="saved loader has seed 5 and this one 6"):
         PromptLoader(rows_of(13), 4, seed=6).load_state_dict(state)

@@ -45,6 +45,9 @@ def test_a_file_that_cannot_be_completed_keeps_its_old_content_and_leaves_nothin
     assert sentence_of(caught.value) == (
         f"{file}: No space left on device; free space on that disk, or choose another place"
     )
+    with pytest.raises(KeyboardInterrupt):
+        write_half(tmp_path / "export", KeyboardInterrupt())
+    assert os.listdir(tmp_path) == ["page.html"]
 
 
 def test_no_link_that_somebody_left_is_written_through(tmp_path):
@@ -58,12 +61,6 @@ def test_no_link_that_somebody_left_is_written_through(tmp_path):
         append_lines(tmp_path / "stats.jsonl", "line\n")
     assert "a link is not followed here" in sentence_of(caught.value)
     assert (victim.read_text(), (tmp_path / "config.json").read_text()) == ("mine", "new")
-
-
-def test_an_interrupted_file_leaves_nothing(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        write_half(tmp_path / "export", KeyboardInterrupt())
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_device_is_written_and_not_replaced(tmp_path):

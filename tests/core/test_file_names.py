@@ -41,15 +41,12 @@ def test_any_text_becomes_one_part_of_a_path(name):
     assert (part == name) == (name in ("lr=1e-5 run.2", "été"))
 
 
-def test_a_file_below_a_folder_is_opened(tmp_path):
+def test_a_file_below_a_folder_is_opened_and_a_new_one_is_the_users_alone(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/b").write_bytes(b"content")
     descriptor = open_below(tmp_path, "a/b")
     assert os.read(descriptor, 100) == b"content"
     os.close(descriptor)
-
-
-def test_a_new_file_below_a_folder_is_the_users_alone(tmp_path):
     os.close(open_below(tmp_path, "new", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
 

@@ -90,7 +90,7 @@ def test_the_plan_of_a_tiny_run_is_complete_and_leaves_no_files(dry_run, tiny_mo
     assert not (tmp_path / "files").exists()
 
 
-def test_upstream_1_0_file_is_placed_on_the_machines_of_its_scheduler(dry_run):
+def test_processes_are_placed_on_machines_and_one_that_is_too_small_is_noted(dry_run):
     code, run = dry_run(UPSTREAM / "gspo_1_0.yaml")
     assert code == 0
     assert [(item["count"], item["devices_each"], item["where"]) for item in run["processes"]] == [
@@ -98,6 +98,9 @@ def test_upstream_1_0_file_is_placed_on_the_machines_of_its_scheduler(dry_run):
         (4, 1, "machine 0 (of 2, from 0)"),
     ]
     assert [note for note in run["notes"] if "vllm" in note] == []
+    _, run = dry_run(UPSTREAM / "grpo_0_3.yaml", "cluster.n_gpus_per_node=3")
+    small = "needs 4 devices on one machine and cluster.n_gpus_per_node is 3"
+    assert any(small in note for note in run["notes"])
 
 
 @pytest.mark.parametrize(
@@ -121,13 +124,6 @@ def test_what_the_run_would_refuse_the_dry_run_refuses_with_code_2(dry_run, monk
     code, refused = dry_run(UPSTREAM / "grpo_0_3.yaml", *overrides)
     assert code == 2
     assert sentence in " ".join(refused["problems"])
-
-
-def test_one_machine_that_is_too_small_is_noted(dry_run):
-    _, run = dry_run(UPSTREAM / "grpo_0_3.yaml", "cluster.n_gpus_per_node=3")
-    assert any(
-        "needs 4 devices on one machine and cluster.n_gpus_per_node is 3" in note for note in run["notes"]
-    )
 
 
 def test_states_are_exact_to_the_byte(tiny_model):

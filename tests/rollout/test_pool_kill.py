@@ -9,13 +9,13 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
+from contextlib import ExitStack
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_core.config import SGLangConfig
-from areal_core.launch.sglang_process import SGLangServer, cpu_environment, server_args
+from areal_core.launch.sglang_process import SGLangServer
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
 from areal_core.servers.client import FleetClient
@@ -141,8 +141,8 @@ class Run:
 def start_run(start_server, tiny_model, tmp_path):
     runs = []
 
-    def start(kind: str, num_servers: int = 2, **options) -> Run:
-        runs.append(Run(start_server, tiny_model, tmp_path, kind, num_servers, **options))
+    def start(kind: str, num_servers: int = 2, servers=start_server, **options) -> Run:
+        runs.append(Run(servers, tiny_model, tmp_path, kind, num_servers, **options))
         return runs[-1]
 
     yield start
@@ -227,58 +227,48 @@ def test_a_hung_server_delays_neither_requests_nor_updates(start_run, caplog, ki
 class SGLangProcess:
     """A real SGLang server on the CPU, with the interface that `Run` needs."""
 
-    def __init__(self, model_path, log) -> None:
-        options = SGLangConfig(dtype="float32", context_length=1024, max_total_tokens=8192)
-        args, env = server_args(options, "cpu"), cpu_environment()
-        self.process = SGLangServer(model_path, log, args, env, ready_timeout_s=600.0)
-        self.server = Server(self.process.server.address)
+    def __init__(self, started: SGLangServer) -> None:
+        self.started = started
+        self.server = Server(started.server.address)
 
     def wait_until_ready(self) -> "SGLangProcess":
-        self.process.wait_until_ready()
+        self.started.wait_until_ready()
         return self
 
     def kill(self) -> None:
-        os.killpg(self.process.process.pid, signal.SIGKILL)
+        os.killpg(self.started.process.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        os.killpg(self.process.process.pid, signal.SIGSTOP)
+        os.killpg(self.started.process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        os.killpg(self.process.process.pid, signal.SIGCONT)
+        os.killpg(self.started.process.pid, signal.SIGCONT)
 
 
 @pytest.fixture
-def start_real_run(tiny_model, tmp_path):
-    started: list[SGLangProcess] = []
+def start_sglang(tiny_model, sglang):
+    with ExitStack() as started:
 
-    def start() -> SGLangProcess:
-        started.append(SGLangProcess(tiny_model, tmp_path / f"llm_server_{len(started)}.log"))
-        return started[-1]
+        def start() -> SGLangProcess:
+            server = sglang(tiny_model, max_total_tokens=8192)
+            started.callback(server.stop)
+            return SGLangProcess(server)
 
-    runs: list[Run] = []
-
-    def start_run(kind: str) -> Run:
-        runs.append(Run(start, tiny_model, tmp_path, kind, num_servers=2))
-        return runs[-1]
-
-    yield start_run
-    for run in runs:
-        run.close()
-    for process in started:
-        process.process.stop()
+        yield start
 
 
 @pytest.mark.long
 @pytest.mark.sglang
-def test_kills_of_real_sglang_servers_lose_nothing(start_real_run):
-    assert_kills_lose_nothing(start_real_run("broadcast"), num_kills=2, seed=6)
+def test_kills_of_real_sglang_servers_lose_nothing(start_sglang, start_run):
+    run = start_run("broadcast", servers=start_sglang)
+    assert_kills_lose_nothing(run, num_kills=2, seed=6)
 
 
 @pytest.mark.long
 @pytest.mark.sglang
 @pytest.mark.parametrize("kind", ["disk", "broadcast"])
-def test_a_real_sglang_server_that_hangs_delays_nothing(start_real_run, caplog, kind):
-    run = start_real_run(kind)
+def test_a_real_sglang_server_that_hangs_delays_nothing(start_sglang, start_run, caplog, kind):
+    run = start_run(kind, servers=start_sglang)
     assert_a_hung_server_is_left_out(run, within_s=20.0, delay_s=0.1, caplog=caplog)
 
 

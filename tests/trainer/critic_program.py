@@ -86,14 +86,18 @@ def make_teacher(folder: Path, **size: int) -> Path:
     return folder
 
 
-def measure_into(measured: list[dict[str, float]]) -> Callable[[PPOTrainer], Callable[..., None]]:
-    """Return a factory of an observer that appends the statistics of each step to a list."""
+def keep(kept: list[Any], event: str, fact: str) -> Callable[[PPOTrainer], Callable[..., None]]:
+    """Return a factory of an observer that appends a fact of each event of a kind to a list."""
 
-    def observe(event: str, **facts: Any) -> None:
-        if event == "step":
-            measured.append(facts["stats"])
+    def observe(what: str, **facts: Any) -> None:
+        if what == event:
+            kept.append(facts[fact])
 
     return lambda trainer: observe
+
+
+def measure_into(measured: list[dict[str, float]]) -> Callable[[PPOTrainer], Callable[..., None]]:
+    return keep(measured, "step", "stats")
 
 
 def norms_of_weights(trainer: PPOTrainer) -> dict[str, float]:

@@ -25,19 +25,6 @@ build, measure_into = critic_program.build, critic_program.measure_into
 norms_of_weights = critic_program.norms_of_weights
 
 
-def keep_inputs(kept):
-    """Return a factory of an observer that appends the inputs of each step to `kept`."""
-
-    def make(trainer):
-        def observe(event, **facts):
-            if event == "advantages":
-                kept.append(facts["inputs"])
-
-        return observe
-
-    return make
-
-
 def values_of(model, inputs):
     """Compute the scores of a Hugging Face classifier at every real position, one row at a time."""
     values = torch.zeros(inputs["attention_mask"].shape)
@@ -73,7 +60,11 @@ def test_values_advantages_and_the_update_are_those_of_plain_torch(tiny_model, t
         "critic.optimizer.gradient_clipping=1e9",
     ]
     with build(
-        tiny_model, tmp_path, 3, *overrides, observers=[keep_inputs(kept), measure_into(steps)]
+        tiny_model,
+        tmp_path,
+        3,
+        *overrides,
+        observers=[critic_program.keep(kept, "advantages", "inputs"), measure_into(steps)],
     ) as trainer:
         trainer.train()
     assert kept[0]["values"].abs().max() == 0  # a new head

@@ -3,12 +3,11 @@
 import asyncio
 
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 from areal_core.errors import RewardError
 from areal_core.reward.served import RewardServer
-from tests.trainer import reward_model_program as program
+from tests.trainer import reward_model as program
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang]
 
@@ -28,14 +27,10 @@ def test_scores_of_a_real_server_are_those_of_transformers(tiny_model, sglang, t
         rendered = asyncio.run(by_template("", "2", [], [], messages=question))
         with pytest.raises(RewardError, match="answered 400"):
             asyncio.run(reward_fn("", "", [1] * 600, [2]))
-    model = AutoModelForSequenceClassification.from_pretrained(scorer, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(scorer)
     conversation = [*question, {"role": "assistant", "content": "2"}]
     texts = [prompt + reply for prompt, reply in rows]
     texts.append(tokenizer.apply_chat_template(conversation, return_dict=False))
-    with torch.no_grad():
-        expected = [
-            float(model.score(model.model(torch.tensor([ids])).last_hidden_state)[0, -1, 0]) for ids in texts
-        ]
+    expected = program.scores_of(scorer, texts).tolist()
     assert max(expected) - min(expected) > 0.1
     assert [*found, rendered] == pytest.approx(expected, abs=1e-4)

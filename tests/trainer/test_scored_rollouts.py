@@ -1,12 +1,9 @@
-"""Rewards of a reward model in PPO: against Transformers, recorded, on several ranks."""
-
-from pathlib import Path
+"""Rewards of a reward model in PPO: against Transformers, recorded, served."""
 
 import numpy as np
 import pytest
 import torch
 from aiohttp import web
-from transformers import AutoModelForSequenceClassification
 
 from areal_core.config import PPOConfig, load_expr_config
 from areal_core.data import get_dataset
@@ -20,26 +17,12 @@ from areal_debug.wiring import recorder_of
 from recorder import Recording, RecordingOptions, open_record
 from replayer.request import Request
 from replayer.run import replay_and_compare
-from tests.trainer import reward_model_program as program
-
-PROGRAM = Path(__file__).with_name("reward_model_program.py")
+from tests.trainer import reward_model as program
 
 
 @pytest.fixture(scope="module")
 def scorer(tiny_model, tmp_path_factory):
     return program.make_reward_model(tiny_model, tmp_path_factory.mktemp("scorer"))
-
-
-def scores_by_transformers(scorer, batch):
-    """Compute the score of each row with the classifier's own forward, one row at a time."""
-    model = AutoModelForSequenceClassification.from_pretrained(scorer, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return torch.stack(
-            [
-                model.score(model.model(ids[mask][None].long()).last_hidden_state)[0, -1, 0]
-                for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-            ]
-        )
 
 
 def test_scores_are_those_of_transformers_and_a_replay_has_them_without_the_model(
@@ -55,7 +38,8 @@ def test_scores_are_those_of_transformers_and_a_replay_has_them_without_the_mode
         logs = run_folder(trainer.config, "logs")
     moved.rename(scorer)
     for batch in batches:
-        scores = scores_by_transformers(scorer, batch)
+        pairs = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        scores = program.scores_of(scorer, [ids[mask].tolist() for ids, mask in pairs])
         assert scores.std() > 0.1
         torch.testing.assert_close(batch["scores.reward_model"], scores, rtol=1e-4, atol=1e-5)
         assert torch.equal(batch["rewards"], 0.5 * batch["scores.reward_model"])
@@ -72,20 +56,6 @@ def test_scores_are_those_of_transformers_and_a_replay_has_them_without_the_mode
     assert not moved.exists()  # the folder that the record names
     report = replay_and_compare(Request(str(record), 0, 1))
     assert report.identical, report.first_different
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("split", ["d2", "d1c2"])
-def test_ranks_compute_the_same_scores(split, tiny_model, scorer, tmp_path, torchrun):
-    batches, one_step = [], "total_train_steps=1"
-    observers = [program.keep_batches(batches)]
-    with program.build(tiny_model, scorer, tmp_path / "one", one_step, observers=observers) as trainer:
-        program.train(trainer)
-    expected = program.scores_by_name(batches[0])
-    assert len(expected) == 16
-    allocation = f"allocation_mode=embedded|fsdp:{split}"
-    found = torchrun(PROGRAM, 2, tiny_model, scorer, tmp_path / "two", one_step, allocation, timeout_s=600)
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_a_served_reward_model_gives_the_rewards_of_the_workflow(tiny_model, tmp_path):

@@ -16,6 +16,7 @@ from areal_core.testing.tiny_vision import VISION_FAMILIES, make_tiny_vision_mod
 
 ROWS = shape_rows(num_rows=3, seed=1, size=32)
 PICTURES = [row["images"][0] for row in ROWS]
+QUICK = ("qwen2_5_vl", "gemma3")
 PARTS = {"image": {"type": "image"}, "text": {"type": "text", "text": "How many?"}}
 
 
@@ -57,7 +58,10 @@ def plain_logprobs(model, processor, request, response) -> torch.Tensor:
     return (logits / 0.9).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("family", sorted(VISION_FAMILIES))
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in VISION_FAMILIES],
+)
 def test_log_probs_are_those_of_a_plain_forward(tmp_path, family):
     folder = make_tiny_vision_model(tmp_path, family)
     processor = load_processor(str(folder))

@@ -1,20 +1,18 @@
-"""Train PPO on the scores of a reward model, on the ranks of this job.
-
-Rank 0 prints the scores of the rows of the first step as JSON.
-"""
+"""A reward model with a random head, and PPO on its scores."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from areal_core.config import PPOConfig, load_expr_config
 from areal_core.data import get_dataset
 from areal_core.reward import no_reward
 from areal_core.trainer.rl import PPOTrainer
-from areal_core.trainer.scored_rollouts import SCORE
+from tests.trainer.critic_program import keep
 
 TINY = Path(__file__).parents[1] / "debug" / "tiny.yaml"
 
@@ -43,29 +41,17 @@ def build(
 
 
 def keep_batches(kept: list[dict[str, Any]]) -> Callable[[PPOTrainer], Callable[..., None]]:
-    """Return a factory of an observer that appends the batch of each step to a list."""
+    return keep(kept, "batch", "batch")
 
-    def observe(event: str, **facts: Any) -> None:
-        if event == "batch":
-            kept.append(facts["batch"])
 
-    return lambda trainer: observe
+@torch.no_grad()
+def scores_of(scorer: Path, rows: Sequence[list[int]]) -> Tensor:
+    """Return the score of each row by the classifier's own forward, one row at a time; [rows]."""
+    model = AutoModelForSequenceClassification.from_pretrained(scorer, dtype=torch.float32).eval()
+    hidden = [model.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in rows]
+    return model.score(torch.stack(hidden))[:, 0]
 
 
 def train(trainer: PPOTrainer) -> None:
     """Train on the scores alone."""
     trainer.train(workflow_kwargs={"reward_fn": no_reward})
-
-
-def scores_by_name(batch: dict[str, Any]) -> dict[str, float]:
-    """Return the score of each row by the ids of its prompt and sample."""
-    names = zip(batch["prompt_id"].tolist(), batch["sample_id"].tolist(), strict=True)
-    return {f"{p}, {s}": score for (p, s), score in zip(names, batch[SCORE].tolist(), strict=True)}
-
-
-def main(model: str, scorer: str, folder: str, *overrides: str) -> object:
-    batches: list[dict[str, Any]] = []
-    with build(Path(model), Path(scorer), Path(folder), *overrides, observers=[keep_batches(batches)]) as t:
-        train(t)
-        found = t.ranks.gather_objects(scores_by_name(batches[0]))
-        return {name: score for rank in found for name, score in rank.items()}
