@@ -88,7 +88,7 @@ def test_a_repeated_call_with_broken_arguments_is_rendered_as_text(
         )
 
 
-def test_reasoning_is_returned_and_its_echo_reaches_the_template(run_client, scripted_engine, make_workflow):
+def test_reasoning_is_returned_and_its_echo_reaches_the_template(run_client, scripted_engine, monkeypatch):
     async def body(server):
         client = server.openai()
         first = (await client.chat.completions.create(model="m", messages=ASK)).choices[0].message
@@ -107,11 +107,8 @@ def test_reasoning_is_returned_and_its_echo_reaches_the_template(run_client, scr
         seen.append([message.get("reasoning_content") for message in messages])
         return render(messages, **options)
 
-    engine.tokenizer.apply_chat_template = noting
-    try:
-        reasoning, _ = run_client(engine, body)
-    finally:
-        del engine.tokenizer.apply_chat_template
+    monkeypatch.setattr(engine.tokenizer, "apply_chat_template", noting)
+    reasoning, _ = run_client(engine, body)
     assert reasoning == "hm"
     assert seen == [[None], *[[None, "hm", None]] * 2, [None], [None, "hm", None]]
 

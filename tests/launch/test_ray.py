@@ -41,6 +41,7 @@ def job(tmp_path, body: str, allocation: str = "embedded|fsdp:d2", cpus: int = 1
     config = PPOConfig(experiment_name="e", trial_name="t", device="cpu")
     config.scheduler.type = "ray"
     config.launcher.trainer_cpus_per_gpu, config.launcher.trainer_mem_per_gpu = cpus, 0
+    config.launcher.inference_server_cpus_per_gpu, config.launcher.inference_server_mem_per_gpu = 1, 0
     config.launcher.ray.placement_timeout_s = 1.0
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(body))
@@ -138,8 +139,6 @@ def test_servers_run_on_the_cluster_and_ranks_get_their_addresses(cluster, stop_
     time.sleep(5)  # in which the server ends, and the launcher is told
     """
     started = job(tmp_path, body, "sglang:d1+fsdp:d1")
-    started.config.launcher.inference_server_cpus_per_gpu = 1
-    started.config.launcher.inference_server_mem_per_gpu = 0
     started.config.launcher.inference_server_env_vars = "SAID=by-the-config"
     started.config.sglang.model_path = "some/model"
     assert launch(started) == 0
@@ -155,8 +154,6 @@ def test_servers_run_on_the_cluster_and_ranks_get_their_addresses(cluster, stop_
 def test_a_server_that_cannot_start_is_reported_with_its_last_line(cluster, stop_file, tmp_path, capfd):
     Path(f"{stop_file}1").touch()
     started = job(tmp_path, "raise SystemExit(5)", "sglang:d1+fsdp:d1")
-    started.config.launcher.inference_server_cpus_per_gpu = 1
-    started.config.launcher.inference_server_mem_per_gpu = 0
     assert launch(started) == 1
     assert "no such model" in capfd.readouterr().err
     assert not (tmp_path / "logs" / "trainer.log").exists()
