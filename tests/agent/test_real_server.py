@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_core.servers.server import call
-from tests.command_line import invoke
+from tests.command_line import reported
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang]
 
@@ -24,25 +24,10 @@ def test_an_agents_tokens_are_those_that_the_server_samples_for_the_same_prompt(
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
     agent = f"{Path(__file__).parent}/agents_under_test.py:Plain"
-    arguments = [
-        "run",
-        agent,
-        "--data",
-        str(rows),
-        "--server",
-        server.address,
-        "--json",
-        "--arg",
-        "num_turns=2",
-    ]
-    overrides = [
-        "gconfig.max_new_tokens=12",
-        "gconfig.greedy=true",
-        "rollout.agent.chat_template_type=concat",
-    ]
-    done = invoke("agent", *arguments, *overrides)
-    assert done.exit_code == 0, done.output
-    report = json.loads(done.output[done.output.index("{") :])
+    options = ["gconfig.max_new_tokens=12", "gconfig.greedy=true", "rollout.agent.chat_template_type=concat"]
+    given = ["--data", rows, "--server", server.address, "--arg", "num_turns=2", *options]
+    code, report = reported("agent", "run", agent, *given)
+    assert code == 0, report
     first, second = report["turns"]
     assert second["continues"] == 0
 
