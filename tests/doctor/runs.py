@@ -10,6 +10,7 @@ import numpy as np
 from tests.command_line import invoke, reported
 
 STEPS = 200
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 OURS = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
 
 
@@ -78,64 +79,21 @@ def ramp(begin: float, end: float, start: float = 0.5, steps: int = STEPS) -> np
     return begin + (end - begin) * np.clip((x - start) / (1 - start), 0, 1)
 
 
-def changed(**columns):
-    """Return the healthy run with some columns recomputed from the healthy ones."""
-    return lambda run: run | {name: make(run) for name, make in columns.items()}
-
-
 def around(level, size: float = 0.05, seed: int = 5) -> np.ndarray:
     """Return a level, or one per step, with scatter."""
     return level + size * np.random.default_rng(seed).normal(size=STEPS)
 
 
-FALLEN = {name: lambda r, name=name: r[name] - ramp(0.0, 0.45, 0.7) for name in ("reward", "eval_reward")}
-LEARNS_NOTHING = {"reward": lambda r: around(0.3), "eval_reward": lambda r: around(0.3, seed=6)}
-# The expected alarm, and the problem.
-TROUBLES = {
-    "flat reward": ("D01", changed(**LEARNS_NOTHING)),
-    "falling reward": (
-        "D01",
-        changed(reward=lambda r: around(ramp(0.6, 0.2, 0.0)), eval_reward=lambda r: around(0.3, seed=6)),
-    ),
-    "scattering reward": (
-        "D02",
-        changed(reward=lambda r: ramp(0.2, 0.4, 0.0) + ramp(0.05, 0.9) * around(0.0, 1.0)),
-    ),
-    "validation left behind": ("D03", changed(eval_reward=lambda r: around(0.3))),
-    "reward after a peak": ("D04", changed(**FALLEN)),  # validation that rises would excuse it
-    "importance weight": ("D10", changed(importance_weight=lambda r: around(ramp(1.0, 1.2), 0.01))),
-    "behaviour weight": ("D11", changed(behave_imp_weight=lambda r: around(ramp(1.0, 0.8), 0.01))),
-    "clipping": ("D12", changed(clip_ratio=lambda r: around(0.7, 0.02))),
-    "no gradient": ("D13", changed(grad_norm=lambda r: r["grad_norm"] * (ramp(0.0, 1.0) == 0.0))),
-    "no learning rate": ("D13", changed(lr=lambda r: ramp(1e-6, 0.0, 0.0) * (ramp(0.0, 1.0) == 0.0))),
-    "large updates": ("D14", changed(approx_kl=lambda r: around(0.09, 0.01))),
-    "entropy collapse": ("D15", changed(entropy=lambda r: np.abs(around(ramp(1.0, 0.02, 0.3), 0.01)))),
-    "drift without gain": (
-        "D16",
-        changed(reward=lambda r: around(0.3), reference_kl=lambda r: around(ramp(0.01, 0.4, 0.0), 0.01)),
-    ),
-    "gradient spikes": (
-        "D17",
-        changed(grad_norm=lambda r: r["grad_norm"] * np.where(np.arange(STEPS) % 23 == 7, 30, 1)),
-    ),
-    "gradient is no number": (
-        "D17",
-        changed(grad_norm=lambda r: np.where(ramp(0, 1) > 0.99, np.nan, r["grad_norm"])),
-    ),
-    "reward is no number": (
-        "D18",
-        changed(reward=lambda r: np.where(np.arange(STEPS) == 150, np.inf, r["reward"])),
-    ),
-    "truncation": ("D20", changed(no_eos=lambda r: around(ramp(0.01, 0.3), 0.01))),
-    "length": ("D21", changed(**LEARNS_NOTHING, length=lambda r: around(ramp(300, 900, 0.0), 20))),
-    "old samples": ("D23", changed(staleness=lambda r: around(ramp(1, 6, 0.0), 0.2))),
-    "stale engine": ("D24", changed(logprob_difference=lambda r: around(ramp(0.011, 0.036, 0.3), 0.0005))),
-    "few effective samples": ("D25", changed(effective_samples=lambda r: around(0.3, 0.02))),
-    "filtering": ("D26", changed(filtered=lambda r: around(ramp(0.01, 0.3), 0.01))),
-    "failures": ("D27", changed(failed=lambda r: np.arange(STEPS) * 4.0)),
-    "cut prompts": ("D52", changed(prompts_cut=lambda r: around(0.2, 0.01))),
-    "aborted episodes": ("D53", changed(failed_share=lambda r: around(ramp(0.01, 0.2), 0.01))),
-    "failing tools": ("D54", changed(tool_failures=lambda r: around(ramp(0.1, 0.7), 0.02))),
-    "no tools": ("D55", changed(**LEARNS_NOTHING, tool_calls=lambda r: around(ramp(3.0, 0.1), 0.02))),
-    "critic": ("D28", changed(explained_variance=lambda r: around(-0.3))),
-}
+def columns(row: dict[str, str], names: dict[str, Any], r: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Return a run `r` with the columns of a row of `runs.toml`, whose expressions see some names."""
+    found = dict(r)
+    for name, text in row.items():
+        value = eval(text, names | {"r": r})
+        found |= value if name == "*" else {name: value}
+    return found
+
+
+def troubled(name: str, seed: int = 0) -> tuple[str, dict[str, np.ndarray]]:
+    """Return a finding, and a run that has it."""
+    expected, row = TABLES["troubles"][name]
+    return expected, columns(row, globals(), healthy(seed))

@@ -12,7 +12,7 @@ from areal_debug.doctor.read import UnreadableRun, read_run
 from areal_debug.doctor.series import Series, medians_between, running_medians
 from areal_debug.doctor.sources.to_series import collect
 
-from .runs import STEPS, TROUBLES, diagnosed, healthy, said, write_stats
+from .runs import STEPS, TABLES, diagnosed, healthy, said, troubled, write_stats
 
 LONG = pytest.mark.long
 # Further alarms of a run whose reward does not rise, and of one that peaked.
@@ -29,11 +29,11 @@ def test_run_that_learns_gets_no_alarm(tmp_path, seed):
     assert found["num_steps"] == STEPS
 
 
-@pytest.mark.parametrize("name", TROUBLES)
+@pytest.mark.parametrize("name", TABLES["troubles"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG)])
 def test_trouble_is_named_with_steps_advice_source_and_experiment(tmp_path, name, seed):
-    expected, spoil = TROUBLES[name]
-    code, found = diagnosed(write_stats(tmp_path, spoil(healthy(seed))))
+    expected, run = troubled(name, seed)
+    code, found = diagnosed(write_stats(tmp_path, run))
     alarms = {alarm["id"]: alarm for alarm in found["alarms"]}
     assert code == 1
     assert expected in alarms, sorted(alarms)
@@ -107,7 +107,7 @@ def test_a_learning_rate_that_no_weights_survive_leads(tmp_path, rate, leads):
 
 def test_the_trainer_state_of_transformers_is_judged(tmp_path):
     names = {"reward": "reward", "no_eos": "completions/clipped_ratio", "lr": "learning_rate"}
-    broken = TROUBLES["truncation"][1](healthy())
+    _, broken = troubled("truncation")
     write_stats(tmp_path, {name: broken[name] for name in names}, names)
     rows = [json.loads(line) for line in (tmp_path / "stats.jsonl").read_text().splitlines()]
     (tmp_path / "stats.jsonl").unlink()
@@ -119,7 +119,7 @@ def test_the_trainer_state_of_transformers_is_judged(tmp_path):
 def test_recommended_change_is_overrides_that_the_config_takes(tmp_path):
     from areal_core.config import GRPOConfig, load_expr_config
 
-    run = write_stats(tmp_path, TROUBLES["behaviour weight"][1](healthy()))
+    run = write_stats(tmp_path, troubled("behaviour weight")[1])
     code, found = diagnosed(run)
     lines = [f"{name}={json.dumps(value)}" for name, value in found["overrides"].items()]
     assert code == 1
