@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
-from math import inf, isnan
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ SMALLEST = 2.0**-126
 OF_PARTS = 1e-5  # that a sum of logged parts may be off
 NEARER = 0.5  # of a difference, that an explanation may leave: one of larger bounds alone explains nothing
 WHOLE = 0.02  # how uncertain a whole number may be
+OF_SIZE = 1e-3  # of a known number of rows or tokens, how uncertain that may be
 TYPICAL = 8.0  # worst-case bounds are so many times usual errors
 SAME = 1 / 3  # of that distance, within which two log-probs are of the same weights
 APART = 0.02  # nats a token between two passes of a trainer with the same weights: bfloat16 has less
@@ -283,12 +284,16 @@ class Comparison:
     def run(self) -> Opinion:
         """Compare all stages."""
         observed = observations_of(self.rows, self.configured.options)
-        for stage in STAGES[:5]:  # before the loss
+        for stage in STAGES:
             own = [one for one in observed if one.stage == stage]
-            if own or stage != "values":  # most runs have no critic
-                self.compare(own, stage)
-        self.compare_loss()
-        self.compare_gradient()
+            compare = {"loss": self.compare_loss, "gradient": self.compare_gradient}.get(stage)
+            try:
+                if compare is not None:
+                    compare()
+                elif own or stage != "values":  # most runs have no critic
+                    self.compare(own, stage)
+            except CannotRun as error:
+                self.skip(stage, str(error))
         name = TWIN
         if self.framework is not None:
             name = f"{self.framework.name} {version(self.framework.name.lower())}"
@@ -306,41 +311,40 @@ class Comparison:
         stages = self.open_stages(stage)
         if self.framework is not None and stage == "advantages":
             observed = [one for one in observed if one.name == "advantages"]
-            try:
-                theirs = self.framework.advantages(self.rows, self.base)
-            except CannotRun as error:
-                self.skip(stage, str(error))
-                return
+            theirs = self.framework.advantages(self.rows, self.base)
             values = [Bounded(theirs, advantages_of(self.rows, self.base).error)]
         else:
             values = [one.recompute(self.base) for one in observed]
-        misfits = [one.misfit(value) for one, value in zip(observed, values, strict=True)]
-        first, reason = next((at for at, of in enumerate(misfits) if (of > 1).any()), None), None
+        misfits, reason = misfits_of(observed, values), None
         each, of_trajectories = KNOWN["baseline"].values
         is_open = stage == "advantages" and self.framework is None and self.base.baseline == each
-        if first is not None and is_open:  # a configuration of single turns does not say it
+        if max(misfits) > 1 and is_open:  # a configuration of single turns does not say it
             other = replace(self.base, baseline=of_trajectories)
-            if all((one.misfit(one.recompute(other)) <= 1).all() for one in observed):
-                self.base, first = other, None
+            if max(again := misfits_of(observed, [one.recompute(other) for one in observed])) <= 1:
+                self.base, misfits = other, again
                 reason = f"the rewards of a group are taken from {of_trajectories}"
-        if first is None:
+        if max(misfits) <= 1:
             names = ", ".join(one.name for one in observed)
             self.found.append(StageOpinion(stage, "equal", names, reason))
             return
+        at = next(at for at, misfit in enumerate(misfits) if misfit > 1)
+        one, value = observed[at], values[at]
+        shape = shape_of(self.rows, one.recorded, value.value, one.misfit(value) > 1)
+        is_number = (one.recorded.ndim == 0 and len(observed) == 1) or stage == "rewards"
+        is_paired = not is_number and "values of" not in (shape or "")
+        found = self.search(observed, at, value, stages, pairs=is_paired)
+        self.differs(stage, one.name, found, shape, **where(self.rows, one, value))
+
+    def search(
+        self, observed: list[Observation], at: int, value: Bounded, stages: Sequence[str], **how: Any
+    ) -> Explanation:
+        """Explain observations, of which the one `at` has another value."""
 
         def misfit(options: Options) -> float:
             again = [one.recompute(options) for one in observed]
-            if one.distance(again[first]) > NEARER * one.distance(values[first]):
-                return inf
-            return max(float(of.misfit(value).max()) for of, value in zip(observed, again, strict=True))
+            is_near = observed[at].distance(again[at]) <= NEARER * observed[at].distance(value)
+            return max(misfits_of(observed, again)) if is_near else inf
 
-        one = observed[first]
-        shape = shape_of(self.rows, one.recorded, values[first].value, misfits[first] > 1)
-        is_number = (one.recorded.ndim == 0 and len(observed) == 1) or stage == "rewards"
-        found = self.explain(stages, misfit, pairs=not is_number and "values of" not in (shape or ""))
-        self.differs(stage, one.name, found, shape, **where(self.rows, one, values[first]))
-
-    def explain(self, stages: Sequence[str], misfit: Callable[[Options], float], **how: Any) -> Explanation:
         how = {"counts": self.configured.counts.values()} | how
         return explain(self.base, self.configured.options, stages, misfit, **how)
 
@@ -373,7 +377,7 @@ class Comparison:
         """Return what no stage but the rewards can be checked without, if some rows lack it."""
         if "loss_mask" in self.rows.unknown:
             return "the loss mask of some rows is unknown"
-        by_reason = self.base.mask == "without truncated rows" or self.base.truncated == "zero"
+        by_reason = self.base.mask == "without truncated rows" or self.base.truncated != Options.truncated
         if by_reason and "finish_reason" in self.rows.unknown:
             return "it is unknown which rows were truncated"
         return None
@@ -395,16 +399,13 @@ class Comparison:
         named = min((one for one in of_changes if one in open_stages), key=STAGES.index, default=stage)
         if named != stage:
             self.found = [opinion for opinion in self.found if opinion.stage != named]
-            self.found.append(
-                StageOpinion(stage, "differs", what, option=f"follows from {named}", changes=first)
-            )
+            follows = f"follows from {named}"
+            self.found.append(StageOpinion(stage, "differs", what, option=follows, changes=first))
         unknown = UNKNOWN if shape is None else f"{UNKNOWN}: {shape}"
-        option = sentence(first, found.others, self.source, self.configured.counts) if first else unknown
-        self.found.append(
-            StageOpinion(
-                named, "differs", what, option=option, changes=first, others=found.others, **location
-            )
-        )
+        counts = self.configured.counts, self.rows.sizes
+        option = sentence(first, found.others, self.source, *counts) if first else unknown
+        location |= {"option": option, "changes": first, "others": found.others}
+        self.found.append(StageOpinion(named, "differs", what, **location))
         self.found.sort(key=lambda opinion: STAGES.index(opinion.stage))
         changed = {change.option: change.recorded for change in first}
         self.base = replace(self.base, **changed)  # later stages are not accused of the same
@@ -415,46 +416,37 @@ class Comparison:
         self.updates, reasons = self.known_updates()
         if self.differs_by_parts() or self.differs_by_old():
             return
-        compared = [update for update in self.updates if update.loss is not None]
+        compared = [update for update in self.updates if update.loss is not None and isfinite(update.loss)]
         if not compared:
-            reason = "the record has no loss" if self.updates else "; ".join(reasons)
+            reason = "the record has no finite loss" if self.updates else "; ".join(reasons)
             self.skip("loss", reason)
             return
         # a mask that explains the advantages may be the loss's, too, or not
         masks = dict.fromkeys((self.base.mask, self.configured.options.mask))
-        try:
-            tried = [
-                [self.loss(update, replace(self.base, mask=mask)) for update in compared] for mask in masks
-            ]
-        except CannotRun as error:
-            self.skip("loss", str(error))
-            return
-        fits = [max(map(loss_misfit, compared, losses)) for losses in tried]
-        best = fits.index(min(fits))
-        self.base = replace(self.base, mask=list(masks)[best])
+        bases = [replace(self.base, mask=mask) for mask in masks]
+        tried = [[bounded(self.loss(update, base)) for update in compared] for base in bases]
+        observed = [self.of_loss(update) for update in compared]
+        fits = [misfits_of(observed, values) for values in tried]
+        best = fits.index(min(fits, key=max))
+        self.base = bases[best]
         what = f"loss of {self.named(compared)}"
         if self.base.kl_coef and not all(update.with_kl for update in compared):
             reasons.append("the recorded loss is without the KL, which is not checked")
-        if fits[best] <= 1:
+        if max(fits[best]) <= 1:
             self.found.append(StageOpinion("loss", "equal", what, reason="; ".join(reasons) or None))
             return
 
-        def misfit(options: Options) -> float:
-            return max(loss_misfit(update, self.twin_loss(update, options)) for update in compared)
-
         stages = [*dict.fromkeys(("mask", *self.open_stages("loss")))]
-        wrong, own = next(pair for pair in zip(compared, tried[best], strict=True) if loss_misfit(*pair) > 1)
-        found = self.explain(stages, misfit, pairs=len(compared) > 1)
+        at = next(at for at, fit in enumerate(fits[best]) if fit > 1)
+        value = tried[best][at]
+        found = self.search(observed, at, value, stages, pairs=len(compared) > 1)
         if not found.changes and len(compared) == 1:
-            found = self.by_divisor(wrong, own) or found
-        self.differs(
-            "loss",
-            f"loss of {self.named([wrong])}",
-            found,
-            recorded=wrong.loss,
-            recomputed=own.value,
-            allowed=own.error,
-        )
+            found = self.by_divisor(compared[0], self.loss(compared[0], self.base)) or found
+        self.differs("loss", observed[at].name, found, **where(self.rows, observed[at], value))
+
+    def of_loss(self, update: Update) -> Observation:
+        name, recorded = f"loss of {self.named([update])}", np.asarray(update.loss)
+        return Observation("loss", name, recorded, lambda options: bounded(self.twin_loss(update, options)))
 
     def differs_by_parts(self) -> bool:
         """Compare the logged loss with its logged parts, and add a difference that a weight explains."""
@@ -465,20 +457,18 @@ class Comparison:
         if self.framework is not None or lacks:
             return False
         total, policy, kl, entropy, _ = (next(iter(logged[part]), 0.0) for part in PARTS)
-        allowed = OF_PARTS * (abs(total) + abs(policy))
+        allowed = np.asarray(OF_PARTS * (abs(total) + abs(policy)))
 
-        def added(options: Options) -> float:
-            return policy + options.kl_coef * kl - options.entropy_coef * entropy
+        def added(options: Options) -> Bounded:
+            terms = options.kl_coef * kl - options.entropy_coef * entropy
+            return Bounded(np.asarray(policy + terms), allowed)
 
-        def misfit(options: Options) -> float:
-            return misfit_of(total, added(options), allowed)
-
-        if misfit(self.base) <= 1:
+        observed = Observation("loss", "the loss and its logged parts", np.asarray(total), added)
+        if observed.misfit(value := added(self.base)) <= 1:
             return False
-        found = self.explain(["loss"], misfit, pairs=False)
+        found = self.search([observed], 0, value, ["loss"], pairs=False)
         if found.changes:
-            place: dict[str, Any] = {"recorded": total, "recomputed": added(self.base), "allowed": allowed}
-            self.differs("loss", "the loss and its logged parts", found, **place)
+            self.differs("loss", observed.name, found, **where(self.rows, observed, value))
         return bool(found.changes)
 
     def differs_by_old(self) -> bool:
@@ -508,13 +498,13 @@ class Comparison:
             return None
         implied = count * own.value / update.loss
         error = abs(implied * own.error / own.value) / TYPICAL
-        divisor = round(implied)
-        is_certain = error <= WHOLE
+        near = [size for size in self.rows.sizes.values() if abs(implied - size) <= error <= OF_SIZE * size]
+        divisor = near[0] if near else round(implied)
+        is_certain = bool(near) or error <= WHOLE
         if not is_certain and self.model is not None and update.grad_norm is not None:
-            norm, noise = self.norm(update, own, self.base)  # is divided by the same
-            is_certain = (
-                error < 0.5 and abs(update.grad_norm * implied / count - norm) <= noise + error * norm
-            )
+            norm = self.norm(update, own, self.base)  # is divided by the same
+            gap = abs(update.grad_norm * implied / count - norm.value)
+            is_certain = error < 0.5 and bool(gap <= norm.error + error * norm.value)
         is_whole = is_certain and abs(implied - divisor) <= error + UNIT * divisor
         if not is_whole or divisor < 1 or divisor == count:
             return None
@@ -527,10 +517,8 @@ class Comparison:
 
     def known_updates(self) -> tuple[list[Update], list[str]]:
         rows, options = self.rows, self.base
-        if reason := self.configured.unchecked.get("loss"):
+        if reason := self.configured.unchecked.get("loss") or self.missing():
             return [], [reason]
-        if missing := self.missing():
-            return [], [missing]
         if options.objective != "policy":
             is_lacking = options.objective == "preference" and "ref_logp" not in rows.tensors
             reasons = ["the record has no log-probs of the reference"] if is_lacking else []
@@ -609,34 +597,31 @@ class Comparison:
         return replace(loss_of(self.inputs(update, options), options), gradient=found.gradient)
 
     def compare_gradient(self) -> None:
-        compared = [update for update in self.updates if update.grad_norm is not None]
+        compared = [one for one in self.updates if one.grad_norm is not None and isfinite(one.grad_norm)]
         loss = next(one for one in self.found if one.stage == "loss")
         if self.base.entropy_coef or (self.base.balance_coef and self.balance):
             self.skip("gradient", "the gradient of the entropy or of experts' balance is not recomputed")
             return
         if self.model is None or not compared or loss.verdict == "not checked":
-            reason = self.no_model if self.model is None else loss.reason or "the record has no gradient norm"
+            reason = (
+                self.no_model
+                if self.model is None
+                else loss.reason or "the record has no finite gradient norm"
+            )
             self.skip("gradient", reason)
             return
         what = f"gradient norm of {self.named(compared)}"
         for update in compared:
+            name, recorded = f"gradient norm of {self.named([update])}", np.asarray(update.grad_norm)
             own = self.loss(update, self.base)
-            norm, noise = self.norm(update, own, self.base)
-            if norm_misfit(update, norm, noise) > 1:
-                how: dict[str, Any] = {"pairs": False, "counts": ()}
-                found = self.explain(("loss", "gradient"), self.misfit_of_norm(update, own), **how)
-                self.differs(
-                    "gradient",
-                    f"gradient norm of {self.named([update])}",
-                    found,
-                    recorded=update.grad_norm,
-                    recomputed=norm,
-                    allowed=noise,
-                )
+            observed = Observation("gradient", name, recorded, partial(self.norm_under, update, own))
+            if observed.misfit(value := self.norm(update, own, self.base)) > 1:
+                found = self.search([observed], 0, value, ("loss", "gradient"), pairs=False, counts=())
+                self.differs("gradient", name, found, **where(self.rows, observed, value))
                 return
         self.found.append(StageOpinion("gradient", "equal", what))
 
-    def norm(self, update: Update, loss: Loss, options: Options) -> tuple[float, float]:
+    def norm(self, update: Update, loss: Loss, options: Options) -> Bounded:
         """Return the gradient norm of a loss, as it is reported, and the noise of float32."""
         assert self.model is not None
         parts = micro_batch_of(len(update.rows), options)
@@ -644,35 +629,28 @@ class Comparison:
         limit = options.max_norm if "clipped" in options.gradient_of else inf
         gradient = loss.gradient * options.gradient_scale * kept[:, None]
         norm, noise = self.model.norm(self.rows, update, gradient, parts, limit)
-        return (min(norm, options.max_norm) if options.norm == "after" else norm), noise
+        reported = min(norm, options.max_norm) if options.norm == "after" else norm
+        # where all terms cancel, the rounding of the recorded log-probs is left
+        return Bounded(np.asarray(reported), np.asarray(noise + NO_GRADIENT))
 
-    def misfit_of_norm(self, update: Update, own: Loss) -> Callable[[Options], float]:
-        def misfit(options: Options) -> float:
-            loss = self.twin_loss(update, options)
-            how = options.norm, options.gradient_scale, options.gradient_of
-            is_whole = how == (Options.norm, Options.gradient_scale, Options.gradient_of)
-            same = is_whole and bool((loss.gradient == own.gradient).all())
-            if same or (update.loss is not None and loss_misfit(update, loss) > 1):
-                return inf
-            return norm_misfit(update, *self.norm(update, loss, options))
-
-        return misfit
-
-
-def loss_misfit(update: Update, found: Loss) -> float:
-    assert update.loss is not None
-    return misfit_of(update.loss, found.value, found.error + 4 * UNIT * abs(update.loss))
+    def norm_under(self, update: Update, own: Loss, options: Options) -> Bounded:
+        """Return the norm under other options; infinite where nothing changes, or the loss is no longer the recorded one."""
+        loss = self.twin_loss(update, options)
+        how = options.norm, options.gradient_scale, options.gradient_of
+        is_whole = how == (Options.norm, Options.gradient_scale, Options.gradient_of)
+        same = is_whole and bool((loss.gradient == own.gradient).all())
+        if same or (update.loss is not None and self.of_loss(update).misfit(bounded(loss)) > 1):
+            return Bounded(np.asarray(inf), np.zeros(()))
+        return self.norm(update, loss, options)
 
 
-def norm_misfit(update: Update, norm: float, noise: float) -> float:
-    assert update.grad_norm is not None
-    # where all terms cancel, the rounding of the recorded log-probs is left
-    return misfit_of(update.grad_norm, norm, noise + NO_GRADIENT)
+def misfits_of(observed: Sequence[Observation], values: Sequence[Bounded]) -> list[float]:
+    """Return the largest misfit of each observation."""
+    return [float(one.misfit(value).max()) for one, value in zip(observed, values, strict=True)]
 
 
-def misfit_of(recorded: float, found: float, allowed: float) -> float:
-    misfit = abs(recorded - found) / (allowed + SMALLEST)
-    return inf if isnan(misfit) else misfit
+def bounded(loss: Loss) -> Bounded:
+    return Bounded(np.asarray(loss.value), np.asarray(loss.error + 3 * UNIT * abs(loss.value)))
 
 
 def where(rows: StepRows, observation: Observation, found: Bounded) -> dict[str, Any]:

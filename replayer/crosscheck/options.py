@@ -98,6 +98,7 @@ class Options:
     kl_weight: str | None = None
     policy_mask: str = COUNTED
     kl_mask: str = COUNTED
+    kl_aggregation: str = "that of the loss"
     kl_logprobs: str = "current"
     entropy_coef: float = 0.0
     balance_coef: float | None = 0.0
@@ -158,11 +159,12 @@ def sentence(
     others: tuple[tuple[Change, ...], ...],
     source: str,
     counts: Mapping[str, int] = MappingProxyType({}),
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
     """Describe changes: "the number added to the standard deviation is 1e-06, TRL has 0.0001".
 
     `counts` are options of the trainer that count micro-batches, ranks or rows, which explain a
-    factor.
+    factor; `sizes` are numbers of rows and tokens, which explain a divisor.
     """
     text = "; ".join(
         f"{KNOWN[change.option].phrase} is {shown(change.recorded)}, {source} {shown(change.expected)}"
@@ -172,6 +174,10 @@ def sentence(
         numbers = [
             value for value in (change.recorded, change.expected) if isinstance(value, float) and value
         ]
+        if change.option == "divisor" and change.recorded in sizes.values():
+            text += (
+                f", the number of {' or '.join(n for n, size in sizes.items() if size == change.recorded)}"
+            )
         if change.option in (*FACTORS, *WEIGHTED) and len(numbers) == 2:
             factor = max(numbers[0] / numbers[1], numbers[1] / numbers[0])
             why = [name for name, count in counts.items() if isclose(factor, count, rel_tol=1e-9)]

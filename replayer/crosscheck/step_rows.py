@@ -121,6 +121,13 @@ class StepRows:
         return last
 
     @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Numbers that are easily taken for that of the tokens that count, by name."""
+        padded, after = self.lengths.max() * len(self.lengths), int((self.lengths - self.prompts).sum())
+        found = {"tokens of all rows": int(self.lengths.sum()), "positions of the padded rows": int(padded)}
+        return found | ({"tokens after the prompts": after} if (self.prompts > 0).all() else {})
+
+    @cached_property
     def fills(self) -> Bools:
         """Whether a row is another one again, without a token that counts: it only fills a batch up, [N]."""
         rows = [

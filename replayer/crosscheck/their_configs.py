@@ -128,9 +128,15 @@ def of_ours(config: Mapping[str, Any]) -> Configured:
 
 
 def of_trl(config: Mapping[str, Any]) -> Configured:
-    """Read TRL's GRPOConfig, SFTConfig or DPOConfig; a member that is absent has TRL's default."""
+    """Read TRL's GRPOConfig, RLOOConfig, SFTConfig or DPOConfig; a member that is absent has TRL's default."""
     given = config.get
     kind = given("loss_type", "dapo")
+    if other := next((kind for member, kind in TABLES["other-trl"].items() if member in config), None):
+        raise ValueError(
+            f"the recorded configuration is TRL's {other}, which is not read here: those of GRPO, RLOO, SFT and DPO are"
+        )
+    if "normalize_advantages" in config:
+        return configured("trl-rloo", config)
     if kind == "nll" or isinstance(kind, list):
         return configured("trl-dpo" if isinstance(kind, list) else "trl-sft", config)
     accumulated = given("gradient_accumulation_steps", 1)
@@ -180,7 +186,7 @@ def configured(name: str, config: Mapping[str, Any], unchecked: Mapping[str, str
     dtype = "float32" if flags and flags[0] is False and not any(flags[1:]) else None
     temperature = float(member(config, *table["temperature"]) or 1.0)
     return Configured(
-        options, table["source"], name.removesuffix("-sft").removesuffix("-dpo"), found, dtype,
+        options, table["source"], table.get("trainer", name), found, dtype,
         member(config, *table["critic"]) == "gae" if "critic" in table else False, temperature, counts,
     )  # fmt: skip
 

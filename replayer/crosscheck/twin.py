@@ -25,6 +25,7 @@ UNIT = 2.0**-24  # relative rounding error of float32
 SMALLEST = 2.0**-149
 V = TypeVar("V", Floats, Tensor)
 TRUNCATED = 1  # finish reason
+ZERO = ("zero", "zero, and left out of the normalisation")  # rewards of truncated rows
 MOST_REWARDS = 4  # kinds of rewards, so that one with a penalty is none of them by chance
 NORMALISATION = ("mean", "std", "leave_one_out", "unbiased", "eps", "inside_root")  # also of tokens
 
@@ -88,7 +89,7 @@ def rewards_of(rows: StepRows, options: Options) -> Bounded:
         rewards = rewards - np.clip(over, 0, None) / zone * factor
     rewards = (rewards + options.reward_bias) * options.reward_scaling
     rewards = np.clip(rewards, -options.reward_clip, options.reward_clip)
-    if options.truncated == "zero":
+    if options.truncated == "zero before they are normalised":
         rewards = np.where(rows.finish_reason == TRUNCATED, 0.0, rewards)
     return Bounded(rewards, 4 * UNIT * (np.abs(rewards) + abs(options.reward_bias * options.reward_scaling)))
 
@@ -210,13 +211,14 @@ def largest(values: Floats, sets: npt.NDArray[np.int64]) -> Floats:
 
 def row_rewards(rows: StepRows, options: Options) -> Bounded:
     """Return the shaped rewards, normalised over rows, [N]."""
-    groups, fills = groups_of(rows, options), rows.fills.astype(np.int64)
-    sets: dict[str | None, Any] = {"group": groups + fills * (groups.max() + 1), "batch": fills}
-    if options.baseline != OF_TRAJECTORIES:
-        return normalized(rewards_of(rows, options), sets, options)
-    ends, place = np.unique(rows.trajectories, return_inverse=True)
+    groups, zero = groups_of(rows, options), (rows.finish_reason == TRUNCATED) & (options.truncated in ZERO)
+    apart = (rows.fills | (zero & (options.truncated != ZERO[0]))).astype(np.int64)
+    sets: dict[str | None, Any] = {"group": groups + apart * (groups.max() + 1), "batch": apart}
+    of_turns = rows.trajectories if options.baseline == OF_TRAJECTORIES else np.arange(len(groups))
+    ends, place = np.unique(of_turns, return_inverse=True)
     sets = {level: of[ends] for level, of in sets.items()}
-    return normalized(rewards_of(rows, options).at(ends), sets, options).at(place.reshape(-1))
+    found = normalized(rewards_of(rows, options).at(ends), sets, options).at(place.reshape(-1))
+    return replace(found, value=np.where(zero, 0.0, found.value))
 
 
 def advantages_of(rows: StepRows, options: Options) -> Bounded:
@@ -497,6 +499,9 @@ def token_losses(given: LossInputs, options: Options) -> tuple[Tensor, Tensor, T
         of = {"trainer": given.proximal, "rollout": given.rollout}.get(options.kl_logprobs)
         kl = estimate((given.current if of is None else of) - given.reference, options.kl_estimator)
         kl = options.kl_coef * (kl * ratio if options.kl_weight == "ratio" else kl)
+        if options.kl_aggregation != Options.kl_aggregation:
+            of_kl = scales(given, replace(options, aggregation=options.kl_aggregation))
+            kl = kl * of_kl / scales(given, options)
         losses = losses + torch.where(given.kl_mask, kl, 0.0)
     if options.entropy_coef != 0.0 and given.entropy is not None:
         losses = losses - options.entropy_coef * torch.where(mask, given.entropy, 0.0)
@@ -528,10 +533,10 @@ def scales(given: LossInputs, options: Options) -> Tensor:
     num_rows = len(mask) if options.empty_rows == "counted" else max(int(mask.any(1).sum()), 1)
     if how == "token-mean":
         return ones / max(int(mask.sum()), 1)
-    if how.startswith("token-mean over all"):
-        return ones / max(given.size, 1)
     if how.endswith("keeps"):
         return ones / max(int((mask & (correction(given, options) > 0)).sum()), 1)
+    if how.startswith("token-mean over all"):
+        return ones / max(given.size, 1)
     if how.startswith("token-mean with"):
         return ones / int(mask.sum(1).clamp(min=1).sum())
     if how.startswith("token-mean of each"):

@@ -146,6 +146,7 @@ def test_a_gradient_norm_is_recomputed_from_the_model(model, tmp_path, reported,
 
 
 SLIME, NEMO = steps.CONFIGS["slime"], steps.CONFIGS["nemo"]
+OF_TOOLS = sum(sum(row.counts) for row in steps.make_rows(5)) / sum(len(r.counts) for r in steps.make_rows(5))
 
 
 def write_silent(
@@ -157,6 +158,7 @@ def write_silent(
     scale=1.0,
     kl=1,
     kl_mask="counts",
+    kl_by_row=False,
     mask="counts",
     parts=1,
     least=None,
@@ -222,7 +224,8 @@ def write_silent(
         loss = (loss if dual is None else torch.minimum(loss, -one * dual)) * every[mask]
         size = every["whole" if over_all and not any(row.counts) else "counts"].sum()
         d = kl * (torch.tensor(row.new) - torch.tensor(row.ref))
-        losses.append((loss + 0.04 * ((-d).exp() + d - 1) * every[kl_mask], size))
+        share = sum(sum(r.counts) for r in rows) / 24 / sum(row.counts) if kl_by_row else 1.0
+        losses.append((loss + 0.04 * share * ((-d).exp() + d - 1) * every[kl_mask], size))
     if is_slime:
         total = torch.stack([loss.sum() / count.clamp(min=1) for loss, count in losses]).mean()
     else:
@@ -306,6 +309,8 @@ def returns_of(row, of):
         ("slime", {"kl": -1}, "loss", "kl_estimator", "k3 of the exchanged arguments"),
         ("slime", {"kl_mask": "whole"}, "loss", "kl_mask", "everything after the prompt"),
         ("nemo-rl", {"mask": "whole"}, "loss", "policy_mask", "everything after the prompt"),
+        ("nemo-rl", {"kl_by_row": True}, "loss", "kl_aggregation", "is seq-mean-token-mean, NeMo-RL's config says"),
+        ("nemo-rl", {"scale": OF_TOOLS}, "loss", "divisor", "the number of tokens after the prompts"),
     ],
 )  # fmt: skip
 def test_steps_of_slime_and_nemo_rl_are_explained(tmp_path, trainer, options, stage, option, says):
@@ -397,11 +402,14 @@ def test_advantages_by_gae_are_explained(tmp_path, how, option):
     assert {"advantages", "values"} <= {one.stage for one in opinion.stages}
 
 
-def write_rewarded(folder, trainer, config, rewards, advantages=None, stats=None, prompts=([1, 2],) * 6):
-    """Record six samples of two groups, of 2 to 7 tokens, by their rewards, and check the step."""
+def write_rewarded(
+    folder, trainer, config, rewards, advantages=None, stats=None, prompts=([1, 2],) * 6, cut=()
+):
+    """Record six samples of two groups, of 2 to 7 tokens, by their rewards, some `cut` off, and check the step."""
     with Recorder(folder, config=config, trainer=trainer) as recorder:
         samples = [
-            {"prompt_tokens": prompts[at], "completion_tokens": [10 + at, *[7] * (at + 1)], "reward": reward, "group": at // 3}
+            {"prompt_tokens": prompts[at], "completion_tokens": [10 + at, *[7] * (at + 1)], "reward": reward, "group": at // 3,
+             "finish_reason": "length" if at in cut else "stop"}
             for at, reward in enumerate(rewards)
         ]  # fmt: skip
         for sample, advantage in zip(samples, advantages or [], strict=advantages is not None):
@@ -435,6 +443,27 @@ def test_configurations_of_other_trainers_are_read(tmp_path, kind, trainer):
         report = write_rewarded(tmp_path / name, trainer, steps.CONFIGS[kind][trainer], REWARDS, given)
         stage = next(one for one in report.opinions[0].stages if one.stage == "advantages")
         assert (name, stage.verdict) == (name, "equal" if given is right else "differs")
+
+
+@pytest.mark.parametrize(
+    ("kept", "value", "option"),
+    [([0, 1, 2], 4.0, None), ([1, 2], None, "zero, and left out"), ([0, 1, 2], 0.0, "zero before")],
+)
+def test_truncated_rewards_are_zero_after_their_normalisation(tmp_path, kept, value, option):
+    rewards = [4.0, 2.0, 1.0] * 2
+    among = torch.tensor([value if at == 0 else rewards[at] for at in kept])
+    given = [float(rewards[at] - among.mean()) for at in range(3)]
+    given = [0.0 if option != "zero before" else float(-among.mean()), *given[1:]] * 2
+    config = steps.CONFIGS["mean"]["areal"]
+    config = config | {"actor": config["actor"] | {"mask_no_eos_with_zero": True}}
+    first = write_rewarded(tmp_path / "record", "areal", config, rewards, given, cut=(0, 3)).first
+    assert (first is None) == (option is None)
+    assert first is None or f"truncated completions is {option}" in first[1].option
+
+
+def test_other_configurations_of_trl_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="is TRL's PPOConfig, which is not read here"):
+        write_rewarded(tmp_path / "record", "trl", {"cliprange_value": 0.2, "lam": 0.95}, REWARDS)
 
 
 OVERLONG = {"enable": True, "len": 4, "penalty_factor": 1.0}
