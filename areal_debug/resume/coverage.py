@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_debug.doctor.read import flat
 from areal_debug.record.decode import load_decoder
 from areal_debug.report.model import Facts, Report, Row, rows_of, tone_of
 from areal_debug.reward.answers import question_of
@@ -24,6 +25,7 @@ LEAST_SHARE, FEWEST = 0.01, 3  # of the rows, and rows, that are worth a verdict
 PATIENCE = 4  # steps that a row may be in flight after rows behind it
 DISORDER = 3  # batches between two groups that follow each other, where the data is read in order
 IN_ORDER = 1 / 8  # of the distance of equal rows: a shuffled order has a median step of 0.29 of it
+IN_PLACE = 0.9  # of the rows of a pass have the place that they had in the pass before
 WHOLE_GROUPS = 0.8  # of the groups have the usual size
 NUMBER = "number of the row"
 MOST_PLACES = 256  # of one text in the data
@@ -121,19 +123,21 @@ def passes_of(rows: Sequence[int], disorder: int) -> list[int]:
     return found
 
 
-def is_selective(config: Any) -> bool:
-    """Return whether an option leaves out prompts on purpose, such as dynamic sampling."""
-    if not isinstance(config, dict):
-        return False
-    return any(
-        (
-            any(word in str(name).lower() for word in ("dynamic_sampling", "dynamic_filter", "filter_groups"))
-            and value not in (None, False, "", {})
-            and not (isinstance(value, dict) and value.get("enable") is False)
-        )
-        or is_selective(value)
-        for name, value in config.items()
-    )
+def is_on(config: dict[str, Any], *words: str) -> bool:
+    """Return whether an option is on whose name, or that of its section, has one of some words."""
+    every = dict(flat(config))
+    off = tuple(name[:-6] for name, value in every.items() if name.endswith(".enable") and value is False)
+    named = [name for name in every if any(word in name.lower() for word in words)]
+    return any(every[name] not in (None, False, "", 0) and not name.startswith(off) for name in named)
+
+
+def has_one_order(groups: Sequence[Group], num_rows: int) -> bool:
+    """Return whether a second pass over the data, half of it at least, has its rows in the first one's order."""
+    order = [group.places for group in groups]
+    period = order.index(order[0], 1) if order[0] in order[1:] else len(order)
+    again = [one == other for one, other in zip(order, order[period:], strict=False)]
+    is_whole = len(set(order[:period])) == period >= num_rows / 2 and len(again) >= period / 2
+    return is_whole and float(np.mean(again)) >= IN_PLACE
 
 
 def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
@@ -156,6 +160,10 @@ def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
         if is_shuffled or (findings and alike > 1 and in_order <= 1):
             lost, twice, findings, unknown = judge_shuffled(groups, len(data), batch)
             notes += unknown
+        if has_one_order(groups, len(data)) and is_on(record.header.config, "shuffle"):
+            findings.append(
+                "each pass has the rows in one order, and an option shuffles them: one seed for all passes"
+            )
     is_unknown = bool(notes)
     if len(groups) > 1 and not is_shuffled and (skipped := min(rows)) > DISORDER * batch:
         text = f"rows 0 to {skipped - 1} come before the first that was trained on: "
@@ -166,7 +174,7 @@ def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
         notes.append(
             f"prompts that were lost have {of_lost:.0f} characters on average, the others {mean:.0f}"
         )
-    if lost and is_selective(record.header.config):
+    if lost and is_on(record.header.config, "dynamic_sampling", "dynamic_filter", "filter_groups"):
         notes.append(
             f"{len(lost)} prompts were read and left out: the configuration filters groups, which may be why"
         )

@@ -77,6 +77,24 @@ def test_a_filter_or_a_shuffled_order_is_inconclusive(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("seeds", "config", "says"),
+    [
+        (
+            (1, 1),
+            {"rollout_shuffle": True},
+            "each pass has the rows in one order, and an option shuffles them",
+        ),
+        ((1, 2), {"rollout_shuffle": True}, ""),
+        ((1, 1), {"data": {"shuffle": False}}, ""),
+    ],
+)
+def test_one_order_of_all_passes_is_named_where_an_option_shuffles(tmp_path, seeds, config, says):
+    order = [n for seed in seeds for n in random.Random(seed).sample(range(NUM_ROWS), NUM_ROWS)]
+    found = coverage(tmp_path, order[:250], config=config)[1]["findings"]
+    assert [text[: len(says)] for text in found] == [says] * bool(says)
+
+
+@pytest.mark.parametrize(
     ("change", "verdict"),
     [
         (lambda order: order, "complete"),

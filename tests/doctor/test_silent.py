@@ -166,6 +166,11 @@ def without(at):
     return change
 
 
+def alone_in_the_mask(row, number, rows):
+    without(0)(row, number, rows)
+    row["loss_mask"] = [0] * (len(row["completion_tokens"]) - 1) + [1]
+
+
 def templated(row, number, rows):
     without(0)(row, number, rows)
     row["completion_tokens"][0] = 33
@@ -191,6 +196,7 @@ def doubled(row, number, rows):
     [
         (without(-1), {"S14": "the end token is never in the loss mask"}),
         (without(0), {"S14": "the first token of completions is never in the loss mask"}),
+        (alone_in_the_mask, {"S14": "of completions the end token alone is in the loss mask"}),
         (split, {"S07": "samples of a prompt are not one group: each is a group of its own"}),
         (doubled, {"S15": "rows begin with two begin tokens"}),
         *((sound, {}) for sound in (asked, without(2), templated, alone)),

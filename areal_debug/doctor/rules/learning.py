@@ -6,13 +6,7 @@ from areal_debug.doctor.alarm import Alarm, alarm
 from areal_debug.doctor.names import is_validation
 from areal_debug.doctor.onset import onset
 from areal_debug.doctor.read import Run
-from areal_debug.doctor.series import (
-    FEWEST_STEPS,
-    Floats,
-    Series,
-    medians_between,
-    running_medians,
-)
+from areal_debug.doctor.series import FEWEST_STEPS, Floats, Series, medians_between, running_medians
 
 ENOUGH_STEPS = 20
 FEWEST_EVALUATIONS = 4

@@ -13,6 +13,7 @@ from recorder import Record
 
 FEWEST, LEAST_SHARE = 4, 0.02  # rows that contradict, and their share of those with the reason
 OWN_END = 0.9  # of the places of a token at which a row ends: then it is an end token, too
+ANSWER = 3  # tokens before the last one, that an answer must have had in the loss mask
 MOST_ALIKE = 0.5  # of the contradicting rows end with one token: a stop string ends so
 COPIED_NATS = 12.0  # once in 160,000 pairs by chance
 NEARLY_ALL, NEARLY_HALF = 0.9, 0.45  # of the rows: of every one, or of all but a last batch
@@ -109,19 +110,20 @@ def are_copies(rows: Rows) -> Finding | None:
 
 
 def mask_leaves_out(rows: Rows) -> Finding | None:
-    """S14: the end token or the first token of nearly every completion is not in the loss mask."""
-    ends = [*end_tokens(rows.record)]
-    unended = np.isin(rows.unended, ends)
-    for title, flagged, among in (
-        ("end", unended, unended | np.isin(rows.last, ends)),
-        ("first", rows.skipped >= 0, (rows.prompt_length > 0) & (rows.lengths > 1)),
-    ):
+    """S14: of nearly every completion the end token, the first token, or all but the end is not in the loss mask."""
+    ends, missing = [*end_tokens(rows.record)], "completions is not in the loss mask, and its neighbour is"
+    unended, is_last = np.isin(rows.unended, ends), np.isin(rows.last, ends)
+    answered = (rows.prompt_length > 0) & (rows.lengths > 0)
+    alone, late = is_last & (rows.lengths == 1), answered & (rows.first - rows.prompt_length >= ANSWER)
+    for title, flagged, among, what in (
+        ("end", unended, unended | is_last, f"the last token of {{}} of {{}} {missing}"),
+        ("first", answered & (rows.skipped >= 0), answered, f"the first token of {{}} of {{}} {missing}"),
+        ("only", late & alone, answered & (late | ~alone), "of {} of {} completions only the end is in the loss mask"),
+    ):  # fmt: skip
         if has_support(rows, flagged) and share(flagged, among) > NEARLY_ALL:
-            token = rows.unended if title == "end" else rows.skipped
-            alike = np.unique(token[flagged], return_counts=True)[1].max()
-            if title == "end" or alike <= MOST_ALIKE * flagged.sum():  # else of a template
-                what = f"the {'last' if title == 'end' else title} token of {int(flagged.sum())} of {int(among.sum())}"
-                found = f"{what} completions is not in the loss mask, and its neighbour is"
+            alike = np.unique(rows.skipped[flagged], return_counts=True)[1].max()
+            if title != "first" or alike <= MOST_ALIKE * flagged.sum():  # else of a template
+                found = what.format(int(flagged.sum()), int(among.sum()))
                 return finding("S14", found, rows, flagged, among, title=title)
     return None
 

@@ -2,13 +2,7 @@
 
 import numpy as np
 
-from areal_debug.doctor.samples.evidence import (
-    FEWEST_PROMPTS,
-    Finding,
-    finding,
-    has_support,
-    share,
-)
+from areal_debug.doctor.samples.evidence import FEWEST_PROMPTS, Finding, finding, has_support, share
 from areal_debug.doctor.samples.read import Rows
 
 FEWEST_GROUPS, FEWEST_OF_GROUP = 30, 3

@@ -2,14 +2,7 @@
 
 import numpy as np
 
-from areal_debug.doctor.samples.evidence import (
-    FEWEST_ROWS,
-    Finding,
-    finding,
-    has_support,
-    lower_bound,
-    share,
-)
+from areal_debug.doctor.samples.evidence import FEWEST_ROWS, Finding, finding, has_support, lower_bound, share
 from areal_debug.doctor.samples.read import Rows
 
 LONGEST_PERIOD = 32

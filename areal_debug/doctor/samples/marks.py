@@ -4,14 +4,7 @@ import re
 
 import numpy as np
 
-from areal_debug.doctor.samples.evidence import (
-    FEWEST_ROWS,
-    Finding,
-    finding,
-    has_support,
-    lower_bound,
-    share,
-)
+from areal_debug.doctor.samples.evidence import FEWEST_ROWS, Finding, finding, has_support, lower_bound, share
 from areal_debug.doctor.samples.phrases import terminal_tokens
 from areal_debug.doctor.samples.read import Rows
 from areal_debug.record.decode import special_texts

@@ -2,12 +2,7 @@
 
 import numpy as np
 
-from areal_debug.doctor.samples.evidence import (
-    Finding,
-    finding,
-    has_support,
-    share,
-)
+from areal_debug.doctor.samples.evidence import Finding, finding, has_support, share
 from areal_debug.doctor.samples.read import Rows
 
 REPEATED, FEWEST_REPEATS, TIMES_EXPECTED = 0.2, 10, 3.0
