@@ -294,16 +294,29 @@ def test_weights_stand_still_only_where_updates_should_move_them(
     assert ("S16" in doctor(folder)[0]) == is_accused
 
 
+def given(apart):
+    """Leave rows of data, whose reference is apart from the log-probs in the loss."""
+
+    def change(row, number, rows):
+        new = row.pop("logprobs")
+        del row["reward"], row["versions"], row["finish_reason"]
+        row |= {"learning": {"current_logp": new}, "ref_logprobs": [value + apart for value in new]}
+
+    return change
+
+
 @pytest.mark.parametrize(
-    ("config", "steps", "is_accused"),
+    ("config", "change", "steps", "is_accused"),
     [
-        ({}, FEW - 1, False),
-        ({"ref": {"path": "another"}}, FEW, False),
-        ({"ref": {"param_offload": True}}, FEW, True),
+        ({}, computed("reference"), FEW - 1, False),
+        ({"ref": {"path": "another"}}, computed("reference"), FEW, False),
+        ({"ref": {"param_offload": True}}, computed("reference"), FEW, True),
+        ({}, given(0.3), FEW, True),
+        ({}, given(0.0), FEW, False),
     ],
 )
-def test_a_reference_is_judged_by_eight_steps_that_name_no_other(tmp_path, config, steps, is_accused):
-    found, _ = doctor(write(tmp_path / "r", config, change=computed("reference"), steps=steps))
+def test_a_reference_is_judged_by_eight_steps_that_name_no_other(tmp_path, config, change, steps, is_accused):
+    found, _ = doctor(write(tmp_path / "r", config, change=change, steps=steps))
     assert ("S18" in found) == is_accused
 
 

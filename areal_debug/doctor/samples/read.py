@@ -210,7 +210,7 @@ def read_rows(record: Record, damage: Damage) -> Rows | None:
 
 
 OF_TOKENS = ("ids", "logprobs", "difference", "ends")
-INPUTS = ("advantages", "prox_logp", "ref_logp")
+INPUTS = ("advantages", "prox_logp", "ref_logp", "current_logp")
 UNKNOWN = np.full(1, np.nan)
 EDGES = ("skipped", "unended", "doubled")
 
@@ -288,7 +288,9 @@ def rows_of_rank(step: RecordedStep, rank: int, words: dict[str, int]) -> list[d
         inputs = {name: values[here][trained] for name, values in computed.items()}
         given = inputs.get("advantages", UNKNOWN)
         facts["advantage"] = float(given[0]) if len(given) and np.ptp(given) == 0 else np.nan
-        ratio = inputs.get("ref_logp", UNKNOWN) - inputs.get("prox_logp", UNKNOWN)
+        # of data, which nothing sampled, the log-probs in the loss are those before the update
+        of_data = UNKNOWN if known["logprobs"][row] else inputs.get("current_logp", UNKNOWN)
+        ratio = inputs.get("ref_logp", UNKNOWN) - inputs.get("prox_logp", of_data)
         facts["apart"] = float((np.expm1(ratio) - ratio).mean()) if len(ratio) else np.nan
         if known["input_ids"][row] and known["loss_mask"][row] and len(trained):
             ids = arrays["input_ids"][here]
