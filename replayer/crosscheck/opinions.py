@@ -602,15 +602,14 @@ class Comparison:
         if self.base.entropy_coef or (self.base.balance_coef and self.balance):
             self.skip("gradient", "the gradient of the entropy or of experts' balance is not recomputed")
             return
-        if self.model is None or not compared or loss.verdict == "not checked":
-            reason = (
-                self.no_model
-                if self.model is None
-                else loss.reason or "the record has no finite gradient norm"
-            )
+        reason = self.configured.unchecked.get("gradient")
+        if self.model is None:
+            reason = self.no_model
+        elif not compared or loss.verdict == "not checked":
+            reason = loss.reason or "the record has no finite gradient norm"
+        if reason is not None:
             self.skip("gradient", reason)
             return
-        what = f"gradient norm of {self.named(compared)}"
         for update in compared:
             name, recorded = f"gradient norm of {self.named([update])}", np.asarray(update.grad_norm)
             own = self.loss(update, self.base)
@@ -619,7 +618,7 @@ class Comparison:
                 found = self.search([observed], 0, value, ("loss", "gradient"), pairs=False, counts=())
                 self.differs("gradient", name, found, **where(self.rows, observed, value))
                 return
-        self.found.append(StageOpinion("gradient", "equal", what))
+        self.found.append(StageOpinion("gradient", "equal", f"gradient norm of {self.named(compared)}"))
 
     def norm(self, update: Update, loss: Loss, options: Options) -> Bounded:
         """Return the gradient norm of a loss, as it is reported, and the noise of float32."""

@@ -17,12 +17,19 @@ from recorder import open_record
 from replayer.crosscheck.layouts import compare_layouts
 from replayer.crosscheck.opinions import crosscheck
 from replayer.crosscheck.step_rows import read_rows
+from replayer.crosscheck.their_configs import configured
 from tests.command_line import installed
 
 from . import crosscheck_steps as steps
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = [*steps.PLANTS[:42:6], *steps.PLANTS[-5:]]
+
+
+@pytest.fixture(autouse=True)
+def short_search(monkeypatch):
+    """Try few pairs of options: none of these differences is one."""
+    monkeypatch.setattr("replayer.crosscheck.options.SEARCH_S", 0.2)
 
 
 def check(folder, *, model=None):
@@ -48,8 +55,7 @@ def test_equal_steps_are_not_accused(tmp_path, num_seeds):
         assert [stages[name] for name in ("rewards", "mask", "advantages", "loss")] == ["equal"] * 4
 
 
-def test_the_rows_that_differ_come_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("replayer.crosscheck.options.SEARCH_S", 0.0)  # no option explains them
+def test_the_rows_that_differ_come_first(tmp_path):
     rows = steps.make_rows(3, (4,) * 3)
     wrong = [row for row in rows if row.truncated]
     how = steps.How(after=lambda advantage, row: advantage + 0.01 * (row in wrong))
@@ -63,10 +69,13 @@ def test_the_rows_that_differ_come_first(tmp_path, monkeypatch):
 
 
 NO_REFERENCE = "the record has no log-probs of the reference"
+OTHER_ENTROPY = "the configuration has use_adaptive_entropy=True, which is not recomputed here"
 OTHER_LOSS = ({"loss_type": ["apo_zero"]}, "the configuration has loss_type=['apo_zero'], which is not")
 
 
-@pytest.mark.parametrize(("changed", "reason"), [({}, NO_REFERENCE), OTHER_LOSS])
+@pytest.mark.parametrize(
+    ("changed", "reason"), [({}, NO_REFERENCE), OTHER_LOSS, ({"use_adaptive_entropy": True}, OTHER_ENTROPY)]
+)
 def test_what_is_unknown_is_not_checked(tmp_path, changed, reason):
     with Recorder(tmp_path / "record", config=steps.TRL | changed, trainer="trl") as recorder:
         sample = {"prompt_tokens": [1], "completion_tokens": [2, 3], "group": 0, "advantages": 0.5}
@@ -143,6 +152,12 @@ def test_a_gradient_norm_is_recomputed_from_the_model(model, tmp_path, reported,
     stages = {stage.stage: stage for stage in report.opinions[0].stages}
     assert (stages["loss"].verdict, stages["gradient"].verdict) == ("equal", verdict)
     assert [change.option for change in stages["gradient"].changes] == option
+
+
+def test_a_straight_through_estimator_has_another_gradient():
+    actor = {"use_kl_loss": True, "kl_loss_type": "k3+"}
+    unchecked = configured("verl", {"actor_rollout_ref": {"actor": actor}, "algorithm": {}}).unchecked
+    assert "kl_loss_type=k3+, which is not recomputed here" in unchecked["gradient"]
 
 
 SLIME, NEMO = steps.CONFIGS["slime"], steps.CONFIGS["nemo"]
