@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -163,80 +164,12 @@ def places(tmp_path_factory) -> dict[str, Path]:
 
 
 def commands(at: dict[str, Path]) -> list[tuple[str, list[str]]]:
-    """Every verb with hostile arguments; those that would run for minutes get a wrong one."""
-    text = {name: str(path) for name, path in at.items()}
-    record, without, top = text["record"], text["without"], text["top"]
-    absent = f"{top}/absent {EVIL}".replace("\0", "")
-    return [
-        ("demo", ["demo", "-o", top]),
-        ("train", ["train", text["script"], "--config", text["config"]]),
-        ("train", ["train", absent]),
-        ("eval", ["eval", text["script"], "--config", text["config"], "--ckpt", absent]),
-        ("info options", ["info", "options", EVIL]),
-        ("check run", ["check", "run", "--config", text["config"]]),
-        ("check run", ["check", "run", without, EVIL]),
-        ("check model", ["check", "model", absent]),
-        ("replay", ["replay", record]),
-        ("replay", ["replay", record, "--explain", "1"]),
-        ("replay", ["replay", record, "--filter", EVIL]),
-        ("replay", ["replay", record, "--set", f"{EVIL}=1"]),
-        ("goto", ["goto", record, "--step", "1"]),
-        ("why", ["why", record, without, "--no-replay", "--html", f"{top}/why.html"]),
-        ("why", ["why", record, absent]),
-        ("why", ["why", record, without, "--all"]),
-        ("why", ["why", record, absent, "--all"]),
-        ("crosscheck", ["crosscheck", record]),
-        ("crosscheck", ["crosscheck", absent, "--with", EVIL]),
-        ("why", ["why", "--commits", f"{EVIL}..{EVIL}", record]),
-        ("why", ["why", record, without, "--layers"]),
-        ("consistency", ["consistency", record]),
-        ("consistency", ["consistency", record, "--model", absent]),
-        ("consistency", ["consistency", "--exact", "--engine", "embedded", "--model", absent]),
-        ("consistency", ["consistency", "--conform", "--engine", EVIL, "--model", top]),
-        ("hang", ["hang", "--pid", "999999999"]),
-        ("hang diagnose", ["hang", "diagnose", text["stacks"], "-o", f"{top}/hang.html"]),
-        ("hang explain", ["hang", "explain", EVIL]),
-        ("hang collect", ["hang", "collect", "--to", f"{top}/collected", "--pid", "999999999"]),
-        ("hang watch", ["hang", "watch", "-o", f"{top}/watch", "--", f"{top}/no such program"]),
-        ("doctor", ["doctor", text["stats"], "-o", f"{top}/doctor.html"]),
-        ("doctor", ["doctor", absent]),
-        ("reward probe", ["reward", "probe", f"{text['reward']}:paid", "--data", text["questions"]]),
-        ("reward probe", ["reward", "probe", f"{absent}.py:{EVIL}", "--data", absent]),
-        ("reward rescore", ["reward", "rescore", record, f"{text['reward']}:paid"]),
-        ("reward rescore", ["reward", "rescore", absent, EVIL]),
-        ("trace", ["trace", text["trace"]]),
-        ("trace", ["trace", absent]),
-        ("record ls", ["record", "ls", record]),
-        ("record ls", ["record", "ls", absent]),
-        ("record show", ["record", "show", record]),
-        ("record show", ["record", "show", without]),
-        ("record show", ["record", "show", record, "--tokens"]),
-        ("record verify", ["record", "verify", record]),
-        ("record archive", ["record", "archive", record, "--to", f"{top}/archive.zip"]),
-        ("record cut", ["record", "cut", record, "--step", "1", "--to", f"{top}/cut.zip"]),
-        ("record cut", ["record", "cut", record, "--step", "1", "--to", f"{top}/cut.zip", "--shrink", EVIL]),
-        ("record extract", ["record", "extract", f"{top}/archive.zip", "--to", f"{top}/extracted"]),
-        ("record import", ["record", "import", text["rollouts"], "--to", f"{top}/imported"]),
-        ("record export", ["record", "export", record, "--format", "jsonl", "--to", f"{top}/exported.jsonl"]),
-        ("query", ["query", record, "select * from samples, steps, outcomes"]),
-        ("query", ["query", record, f"select '{EVIL}' from samples"]),
-        ("query", ["query", record, "--schema"]),
-        ("query", ["query", record, EVIL]),
-        ("open", ["open", record, "-o", f"{top}/view.html"]),
-        ("open", ["open", record, "--compare", without, "--all-steps", "-o", f"{top}/pages"]),
-        ("open", ["open", record, "--compare", without, "--step", "9", "-o", f"{top}/view9.html"]),
-        ("open", ["open", record, "--at", EVIL]),
-        ("open", ["open", top, "-o", f"{top} workbench"]),
-        ("open", ["open", top, "--json"]),
-        ("open", ["open", absent]),
-        ("serve", ["serve", "--model", absent, "--backend", "embedded", "--names", top]),
-        ("serve", ["serve", "--status"]),
-        ("agent run", ["agent", "run", f"{top}/no agent.py:{EVIL}", "--data", absent]),
-        ("agent stress", ["agent", "stress", f"{EVIL}:Agent", "--data", absent, "--model", absent]),
-        ("agent replay", ["agent", "replay", f"{record}#1", f"{EVIL}:Agent"]),
-        ("agent replay", ["agent", "replay", f"{absent}#{EVIL}", f"{EVIL}:Agent"]),
-        *((name, [*name.split(), "--no-such", EVIL]) for name in sorted(RUNNABLE)),
-    ]  # fmt: skip
+    """The rows of the table, and every verb with an option that there is not."""
+    places = {name: str(path) for name, path in at.items()} | {"EVIL": EVIL}
+    places["absent"] = f"{at['top']}/absent {EVIL}".replace("\0", "")
+    rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["commands"]
+    tried = [(name, [*name.split(), *(word.format(**places) for word in words)]) for name, *words in rows]
+    return tried + [(name, [*name.split(), "--no-such", EVIL]) for name in sorted(RUNNABLE)]
 
 
 def on_a_terminal(arguments: list[str], cwd: Path) -> str:
