@@ -11,6 +11,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,42 +30,14 @@ AREAL_DEBUG = [sys.executable, "-P", "-m", "areal_debug"]
 MODULES = (
     "areal_debug areal_core recorder replayer hangdoctor numpy torch transformers yaml click rich psutil"
 )
-NOT_READING = {
-    **dict.fromkeys(("demo", "train", "eval", "check run", "check model"), "run the user's own program"),
-    **dict.fromkeys(("agent run", "agent stress"), "run the user's own agent"),
-    **dict.fromkeys(
-        ("serve", "info", "info options", "info skills", "info examples", "hang explain"),
-        "read no file of others",
-    ),
-    **dict.fromkeys(("hang", "hang collect", "hang watch"), "read live processes"),
-    "mcp": "answers by the other verbs, in children that read below its roots",
-    "reward probe": "runs the user's own function",
-    "record extract": "reads an archive, which test_hostile_archives.py attacks",
-}
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+NOT_READING, INCONCLUSIVE = TABLES["not_reading"], TABLES["inconclusive"]
 
 
 def verbs(record: str, run: str) -> dict[str, list[str]]:
     """The arguments of every verb that reads a record, or what else a run left."""
-    step, reward = ("--step", "1"), f"{HERE}/rewards.py:even_share"
-    return {
-        "record ls": [record], "record show": [record], "record verify": [record],
-        "record archive": [record, "--to", "out.zip"], "record redact": [record, "--to", "out"],
-        "record export": [record, "--format", "jsonl", "--to", "out.jsonl"], "record cut": [record, *step, "--to", "c.zip"],
-        "record seam": [record, record], "record coverage": [record, f"{run}/1.jsonl"],
-        "record import": [f"{run}/1.jsonl", "--to", "imported"], "query": [record, "select * from samples"],
-        "open": [run, "-o", "pages"], "doctor": [run], "trace": [run], "hang diagnose": [f"{run}/stacks"],
-        "replay": [record], "goto": [record, *step], "why": [record, record, "--all"], "crosscheck": [record],
-        "consistency": [record], "reward rescore": [record, reward], "agent replay": [f"{record}#1", "x.py:Agent"],
-    }  # fmt: skip
-
-
-# What they say of a run that nobody attacked, with exit code 2.
-INCONCLUSIVE = {
-    "trace": "Too few steps: 3, and a slow one shows among 4 steps or more",
-    "hang diagnose": "a second sample 10 s later",
-    "record coverage": "Inconclusive: 12 groups of 1 rows of data",
-    "agent replay": "has no episode of an agent at 1",
-}
+    places = {"record": record, "run": run, "here": HERE}
+    return {name: [word.format(**places) for word in words] for name, words in TABLES["reading"].items()}
 
 
 @pytest.fixture(scope="session")

@@ -81,24 +81,13 @@ def record(tmp_path_factory):
 def test_what_reads_and_diagnoses_needs_no_extra_and_other_verbs_name_theirs(record, tmp_path):
     (tmp_path / "stats.jsonl").write_text("".join(f'{{"step": {i}, "loss": 1.0}}\n' for i in range(30)))
     (tmp_path / "rank_0.txt").write_text('Thread 1 (active): "MainThread"\n    all_reduce (a.py:1)\n')
-    wanted = [
-        ("record", "ls", record), ("record", "show", record, "--step", 2), ("record", "verify", record),
-        ("record", "export", record, "--format", "jsonl", "--to", "out"), ("why", record, record, "--all"),
-        ("open", record, "--output", "page.html"), ("info", "options"), ("doctor", "stats.jsonl"),
-        ("hang", "diagnose", "rank_0.txt"),
-    ]  # fmt: skip
-    of_extras = {
-        "train": [
-            ["crosscheck", record], ["demo", "-q", "-o", "not-made"], ["replay", record], ["consistency", record],
-            ["eval", "gsm8k_grpo", "--baseline", "-q"], ["serve", "--model", "m", "--backend", "embedded"],
-        ],
-        "archive": [
-            ["record", "archive", record, "--to", "a.zip"], ["record", "ls", RECORD],
-            ["record", "export", record, "--format", "hf", "--to", "a"],
-        ],
-        "query": [["query", record, "select 1"]],
-    }  # fmt: skip
-    needing = [(extra, command) for extra, of in of_extras.items() for command in of]
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+
+    def filled(commands):
+        return [[word.format(record=record, archive=RECORD) for word in words] for words in commands]
+
+    wanted, of_extras = filled(table["wanted"]), table["of_extras"].items()
+    needing = [(extra, command) for extra, of in of_extras for command in filled(of)]
     every = without_extras(tmp_path, *wanted, *(command for _, command in needing))
     done = every[: len(wanted)]
     assert [code for code, _, _ in done] == [0] * 7 + [1, 2]

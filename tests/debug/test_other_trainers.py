@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -23,17 +24,8 @@ from tests.command_line import invoke
 
 CONFIG = Path(__file__).parent / "tiny.yaml"
 REWARDS = Path(__file__).parent / "rewards.py"
-OPTIONS = {
-    "output_dir": "out",
-    "run_name": "first",
-    "learning_rate": 1e-6,
-    "temperature": 0.9,
-    "top_p": 1.0,
-    "num_generations": 4,
-    "epsilon": 0.2,
-    "loss_type": "dapo",
-    "report_to": ["wandb"],
-}
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+OPTIONS = TABLES["options"]
 STEPS = 3
 WHOLE, TEXT = 0, 7
 # verbs that read no record
@@ -110,29 +102,11 @@ def run(*arguments):
     return done.exit_code, done.output
 
 
-def verbs_on(record: Path, model: Path, out: Path) -> dict[str, tuple[list, int]]:
+def verbs_on(record: Path, model: Path, out: Path) -> dict[str, tuple[list[str], int]]:
     """Return the arguments of each verb that takes a record, and its exit code."""
-    return {
-        "replay": ([record], 2),
-        "goto": ([record], 2),
-        "why": ([record, record], 0),
-        "consistency": ([record, "--model", model], 1),
-        "doctor": ([record], 2),
-        "crosscheck": ([record], 2),
-        "reward rescore": ([record, f"{REWARDS}:even_share"], 1),
-        "query": ([record, "select step, reward, prompt_id, finish_reason from samples"], 0),
-        "open": ([record, "-o", out / "page.html"], 0),
-        "record ls": ([record], 0),
-        "record show": ([record, "--tokens"], 0),
-        "record verify": ([record], 0),
-        "record archive": ([record, "--to", out / "archive.zip"], 0),
-        "record cut": ([record, "--step", 1, "--to", out / "cut.zip"], 2),
-        "record redact": ([record, "--to", out / "redacted", "--without-text"], 0),
-        "record extract": ([out / "archive.zip", "--to", out / "extracted"], 0),
-        "record export": ([record, "--format", "jsonl", "--to", out / "rows.jsonl"], 0),
-        "record seam": ([record, "--at", 2], 0),
-        "record coverage": ([record, out / "rows.jsonl"], 0),
-    }
+    places = {"record": record, "model": model, "out": out, "rewards": REWARDS}
+    rows = TABLES["verbs"].items()
+    return {name: ([word.format(**places) for word in words], code) for name, (code, *words) in rows}
 
 
 def names_of_verbs() -> set[str]:

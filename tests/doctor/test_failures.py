@@ -13,21 +13,7 @@ from areal_debug.doctor.series import Series
 
 from .runs import OURS, STEPS, TABLES, around, columns, healthy, ramp, write_stats
 
-NAMES = OURS | {
-    "generated_reward": "rollout/reward",
-    "reward_std": "reward_std",
-    "advantage_std": "ppo_actor/advantages/std",
-    "advantage_max": "critic/advantages/max",
-    "advantage_min": "critic/advantages/min",
-    "repetition": "rollout/repetition_frac",
-    "value_loss": "critic/vf_loss",
-    "step_time": "timing_s/step",
-    "host_memory": "perf/cpu_memory_used_gb",
-    "format": "rewards/tag_format/mean",
-    "task": "rewards/exact_answer/mean",
-    "behave_kl": "ppo_actor/update/behave_approx_kl/avg",
-    **{f"position {i}": f"kl_by_position/{i}" for i in range(4)},
-}
+NAMES = OURS | TABLES["names"] | {f"position {i}": f"kl_by_position/{i}" for i in range(4)}
 BEGIN = 120  # of most failures here, of 200 steps
 AFTER = np.arange(STEPS) >= BEGIN
 SINCE = np.maximum(0, np.arange(STEPS) - BEGIN) / (STEPS - BEGIN)  # 0 to 1 after the beginning

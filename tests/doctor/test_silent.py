@@ -15,7 +15,7 @@ from recorder import open_record
 from recorder.reader import Damage
 from recorder.testing import gatherers
 
-from .runs import diagnosed
+from .runs import diagnosed, write_stats
 
 STEPS, FEW, END = 20, 8, 9
 
@@ -52,6 +52,15 @@ def write(folder, config=None, metrics=None, change=None, model=None, steps=STEP
     return folder
 
 
+def log(folder, metrics, config=None):
+    """Write the metrics of a run alone, beside its options."""
+    norm = {"train/grad_norm": lambda step: 0.5 + 0.01 * (7 * step % 10)}
+    columns = {name: np.array([of(s) for s in range(STEPS)], float) for name, of in (norm | metrics).items()}
+    write_stats(folder, columns, {name: name for name in columns})
+    (folder / "config.json").write_text(json.dumps(config or {}))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("config", "value", "is_accused"),
     [
@@ -62,7 +71,7 @@ def write(folder, config=None, metrics=None, change=None, model=None, steps=STEP
     ],
 )
 def test_a_weighted_term_that_is_always_0_is_named(tmp_path, config, value, is_accused):
-    found, _ = doctor(write(tmp_path / "r", config, {"train/kl_loss": value}))
+    found, _ = doctor(log(tmp_path, {"train/kl_loss": value}, config))
     assert ("D32" in found) == is_accused
     assert not is_accused or "kl_loss_coef is 0.05" in found["D32"]["found"]
 
@@ -80,7 +89,7 @@ def test_a_weighted_term_that_is_always_0_is_named(tmp_path, config, value, is_a
     ],
 )
 def test_counters_and_references_that_go_back_have_their_step(tmp_path, name, value, id, onset):
-    found, _ = doctor(write(tmp_path / "r", metrics={name: value}))
+    found, _ = doctor(log(tmp_path, {name: value}))
     assert (found[id]["onset"] if id in found else None) == onset
 
 
@@ -343,7 +352,7 @@ def test_advantages_of_rows_in_succession_are_named(tmp_path):
 def test_a_warm_up_is_compared_with_its_option(tmp_path):
     for steps in (5, 15, 40):
         rate = {"learning_rate": lambda s, steps=steps: 1e-3 * min(1.0, s / steps)}
-        found, _ = doctor(write(tmp_path / str(steps), {"warmup_steps": 5}, rate))
+        found, _ = doctor(log(tmp_path / str(steps), rate, {"warmup_steps": 5}))
         assert ("D51" in found, "D51" not in found or "3 times the 5" in found["D51"]["found"]) == (
             steps == 15,
             True,
@@ -353,5 +362,5 @@ def test_a_warm_up_is_compared_with_its_option(tmp_path):
 def test_a_policy_that_equals_its_reference_is_named(tmp_path):
     sides = ("rewards/chosen", "rewards/rejected")
     for name, value in (("same", lambda s: 0.0), ("other", lambda s: 0.01 * s)):
-        found, _ = doctor(write(tmp_path / name, metrics=dict.fromkeys(sides, value)))
+        found, _ = doctor(log(tmp_path / name, dict.fromkeys(sides, value)))
         assert ("D50" in found) == (name == "same")
