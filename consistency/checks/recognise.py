@@ -31,6 +31,7 @@ MOST_LEFT = 0.5  # of the difference by the engine's experts alone, where the ch
 APART_RATIO, APART_ERRORS = 1.5, 5.0  # between engines of usual noise: of means, in standard errors
 SMALL_BUT_APART = 0.7  # confidence in engines that differ so
 OF_SEVERAL = 0.7  # confidence in transforms that act at once: others may fit nearly as well
+NOT_ALL = 0.85  # confidence in what leaves more than noise: another cause may do what it does
 UNRELATED = 0.5  # confidence, below R33: where nothing is alike, the token id explains much of D, too
 OPEN_ZEROS = 0.6  # confidence in missing log-probs where the others are wrong as well
 EVERYWHERE = 0.9  # of the rows are bad where weights differ
@@ -70,8 +71,9 @@ def from_replay(case: Case) -> Finding | None:
     rounds_logits = is_declared and is_small and found.gain < DECISIVE
     is_usual = {"R37": rounds_logits, "R38": is_declared or is_small, "R44": is_declared}
     fault = False if is_usual.get(key) else None
-    sure = min(confidence(found), OF_SEVERAL if key.endswith(".several") else 1.0)
-    said = finding(key, sure, is_fault=fault, replay=shown, **facts_of(case, p))
+    is_all = found.residual <= BEYOND_NOISE * case.level
+    most = OF_SEVERAL if key.endswith(".several") else 1.0 if is_all else NOT_ALL
+    said = finding(key, min(confidence(found), most), is_fault=fault, replay=shown, **facts_of(case, p))
     is_told = not p.rows or p.rows in said.name or key.endswith(".rows")
     return said if is_told else replace(said, name=f"{said.name}, in {p.rows}")
 
@@ -343,13 +345,10 @@ def one_tensor_differs(case: Case) -> Finding | None:
         return None  # ordinary rounding: of few experts, which then stand out
     if any(check(case) for check in (one_worker_differs, policy_moved, only_decoded_tokens_differ)):
         return None  # all rows of an engine, and of a version, and all tokens have the same weights
-    weighed = f"a change of {found.name} explains which tokens differ, and leaves {found.noise:.0%} of the difference as noise"
+    left = f"explains which tokens differ, and leaves {found.noise:.0%} of the difference as noise"
+    weighed = f"a change of {found.name} {left}: {found.nats:.0f} nats likelier than noise alone"
     if found.is_open:
-        return finding(
-            "R24.open",
-            tensor=found.name,
-            weighed=f"{weighed}: {found.nats:.0f} nats likelier than noise alone",
-        )
+        return finding("R24.open", tensor=found.name, weighed=weighed)
     is_vision = found.name == TOWER or any(word in found.name for word in VISION_WORDS)
     is_vocabulary = any(word in found.name for word in VOCABULARY_WORDS)
     moved = moves_of_dtype(case)
@@ -360,7 +359,7 @@ def one_tensor_differs(case: Case) -> Finding | None:
         f"{id}.tensor",
         min(0.6 + 0.3 * found.margin / SURE_MARGIN, most),
         tensor=found.name,
-        weighed=f"{weighed}: {found.nats:.0f} nats likelier than noise alone, {found.margin:.0f} nats than the next tensor",
+        weighed=f"{weighed}, {found.margin:.0f} nats than the next tensor",
     )
 
 

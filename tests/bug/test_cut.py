@@ -71,6 +71,7 @@ def test_a_cut_is_an_intact_record_without_a_folder_of_this_machine(bad_run, cut
     assert config["cluster"]["fileroot"] == ""
 
 
+@pytest.mark.long
 def test_a_bad_sample_is_shrunk_to_two_tokens_of_one_row(bad_run, cut_to, elsewhere):
     seen = []
     report = cut_to(elsewhere / "bug.zip", bad_run.path, 2, seen=seen, symptom="loss is nan")

@@ -25,6 +25,7 @@ def test_a_stale_engine_is_named_by_the_previous_checkpoint(record, model, tmp_p
     assert (code, found["causes"][0]["id"]) == (1, "R24")
 
 
+@pytest.mark.long
 def test_the_base_of_an_adapter_is_what_the_engine_may_have(record, model, tmp_path):
     adapted = get_peft_model(load_model(str(model)), LoraConfig(r=2, target_modules=["v_proj", "o_proj"]))
     for name, parameter in adapted.named_parameters():

@@ -69,6 +69,18 @@ def test_planted_fault_is_the_first_cause(name):
     assert all(text for text in (found.causes[0].evidence, found.causes[0].refute, found.causes[0].fix))
 
 
+def test_what_leaves_more_than_noise_is_not_sure():
+    """Weights drawn again make tokens about as likely as an embedding of zeros does."""
+    rows = planted("base 10").sequences
+    noise = np.random.default_rng(0).normal(0, 0.15, rows.engine_logprobs.shape)
+    given = dataclasses.replace(
+        planted("base 10"), sequences=dataclasses.replace(rows, engine_logprobs=rows.engine_logprobs + noise)
+    )
+    (sure, *_), (first, *_) = diagnosed("base 10").causes, diagnosis_of(given, world("base 10")).causes
+    assert (sure.id, first.id) == ("R08", "R08")
+    assert sure.confidence > 0.9 > 0.85 >= first.confidence
+
+
 def test_a_prompt_of_one_token_is_not_cut():
     one = dataclasses.replace(world(), prompts=world().prompts[:, :1])
     assert cut_prompts(faults.probing(one, one.sample(moved(one.trainer, 0)))) == []

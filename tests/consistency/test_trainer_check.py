@@ -76,6 +76,7 @@ def test_a_trainer_whose_rows_leak_into_each_other_is_named(model, sampled, rows
     assert (found.verdict, found.causes[0].id) == ("mismatch", "R20")
 
 
+@pytest.mark.long
 def test_a_model_of_neither_side_is_refused_or_doubted(model, sampled, rows, scorer, tmp_path):
     own, engine = score(scorer, rows).logprob, rows.engine_logprobs[rows.scored]
     other = Request(str(save_model(tmp_path / "other", seed=9)), base=str(model), is_shown=False)

@@ -87,6 +87,7 @@ def test_about_95_of_100_intervals_have_the_true_value(rate, least):
     assert least < covered / 400 < 0.98
 
 
+@pytest.mark.long
 def test_of_many_prompts_the_interval_is_the_normal_one_and_the_p_value_has_no_large_numbers(monkeypatch):
     values = np.random.default_rng(1).normal(1.0, 2.0, size=800)
     weights = np.random.default_rng(2).integers(1, 9, size=800).astype(float)

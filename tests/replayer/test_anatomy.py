@@ -108,6 +108,7 @@ def test_a_detached_term_and_one_outside_of_the_mask_are_named(with_kl, monkeypa
     assert "leak acts outside of the mask" in text
 
 
+@pytest.mark.long
 def test_prompt_tokens_in_the_mask_are_named(tmp_path, tiny_model):
     def leak(batch, step):
         mask = batch["loss_mask"].clone()

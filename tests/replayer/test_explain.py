@@ -132,6 +132,7 @@ def test_the_first_value_that_is_not_finite_is_named(tmp_path, tiny_model, key, 
     assert f"row {BROKEN_ROW} (prompt 2, sample 1): {why}." in line
 
 
+@pytest.mark.long
 def test_an_update_that_breaks_the_weights_is_named_and_no_sample(tmp_path, tiny_model):
     optimizer = {"lr": 1e30, "warmup_steps_proportion": 0.0}
     options = {"actor__optimizer": optimizer, "actor__nonfinite": "skip", "actor__ppo_n_minibatches": 4}

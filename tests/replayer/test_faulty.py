@@ -87,6 +87,7 @@ def test_a_step_that_is_computed_wrongly_once_stops_the_run_before_its_update(ru
     assert (plan["fault"]["kind"], plan["fault"]["ranks"]) == ("corruption", [0])
 
 
+@pytest.mark.long
 def test_with_warn_the_wrong_update_is_skipped_and_the_run_goes_on(runs, caplog):
     found = runs(WRONG_OUTPUT, num_steps=3, **{"debug.verify_every": 1, "debug.verify_action": "warn"})
     assert found["error"] is None
