@@ -6,7 +6,7 @@ number or a formula of these loops, and the configuration that is recorded besid
 
 import random
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ class Row:
     ref: list[float]
 
 
-def make_rows(seed: int, sizes: Sequence[int] = (4,) * 6, tools: bool = True) -> list[Row]:
+def make_rows(seed: int, sizes: tuple[int, ...] = (4,) * 6, tools: bool = True) -> list[Row]:
     """Make samples with every kind of ratio, reward and length."""
     rng = random.Random(seed)
     rows = []
@@ -218,7 +218,7 @@ class Plant:
     trainer: str = "trl"
     how: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    sizes: Sequence[int] = (4,) * 6
+    sizes: tuple[int, ...] = (4,) * 6
     tools: bool = True
 
     def write(self, folder: Path, seed: int = 0) -> Path:
@@ -257,18 +257,77 @@ def padded(flat: torch.Tensor) -> torch.Tensor:
 
 NO_KL = {"kl_reward": None}
 RPP = {"spread": lambda own, every: 1.0, "kl_reward": None}
+OF_RPP = {"algorithm": {"use_kl_in_reward": False, "adv_estimator": "reinforce_plus_plus_baseline"}}
+WITHOUT_KL = {"algorithm": {"use_kl_in_reward": False}}
 CLIP_3 = {"low": 0.3, "high": 0.3}
-
-
-def plant_of(name: str, stage: str, option: str, given: dict[str, Any]) -> Plant:
-    """Return a row of the table, whose `how` has expressions."""
-    how: dict[str, Any] = {}
-    for part, text in given.get("how", {}).items():
-        how |= eval(text) if part == "*" else {part: eval(text)}
-    return Plant(name, stage, None if option == "none" else option, **given | {"how": how})
-
-
-PLANTS = [plant_of(*row) for row in CONFIGS["planted"]["differences"]]
+# fmt: off
+PLANTS = [
+    Plant("rewards doubled", "rewards", "reward_scaling",
+          how={"reward": lambda r: 2 * r.reward, "spread": lambda o, e: 1.0}, config={"scale_rewards": "none"}),
+    Plant("rewards clipped at 1", "rewards", "reward_clip", how={"reward": lambda r: min(r.reward, 1.0)}),
+    Plant("truncated rows get no reward", "rewards", "truncated",
+          how={"reward": lambda r: 0.0 if r.truncated else r.reward}),
+    Plant("reported rewards leave out truncated rows", "rewards", None,
+          how={"reported_reward": lambda r: 0.0 if r.truncated else r.reward}),
+    Plant("rewards squared", "advantages", None, how={"reward": lambda r: r.reward**2}),
+    Plant("advantages one token late", "mask", "mask", how={"advantage_counts": after_shift(1)}, tools=False),
+    Plant("advantages one token early", "mask", "mask", how={"advantage_counts": after_shift(-1)}, tools=False),
+    Plant("no advantage on the last token", "mask", "mask",
+          how={"advantage_counts": lambda r: [*r.counts[:-1], 0]}, tools=False),
+    Plant("first token of truncated rows masked", "mask", None,
+          how={"advantage_counts": lambda r: [0, *r.counts[1:]] if r.truncated else r.counts}),
+    Plant("KL in the reward twice as heavy", "kl", "kl_reward_coef", "verl",
+          how={"kl_reward": lambda r: kl_sum(r, 0.1, lambda d: d)}),
+    Plant("KL in the reward by k3", "kl", "kl_reward_estimator", "verl",
+          how={"kl_reward": lambda r: kl_sum(r, 0.05, lambda d: (-d).exp() - 1 + d)}),
+    Plant("KL in the reward by k2", "kl", "kl_reward_estimator", "verl",
+          how={"kl_reward": lambda r: kl_sum(r, 0.05, lambda d: d * d / 2)}),
+    Plant("not divided by the deviation", "advantages", "std", how={"spread": lambda o, e: 1.0}),
+    Plant("deviation of the batch", "advantages", "std", how={"spread": lambda o, e: e.std() + 1e-4}),
+    Plant("1e-6 instead of 1e-4", "advantages", "eps", how={"spread": lambda o, e: o.std() + 1e-6}),
+    Plant("1e-5 instead of 1e-6", "advantages", "eps", "verl",
+          how={"spread": lambda o, e: o.std() + 1e-5, **NO_KL}, config=WITHOUT_KL),
+    Plant("eps inside the root", "advantages", "inside_root", how={"spread": lambda o, e: (o.var() + 1e-4).sqrt()}),
+    Plant("deviation divided by n", "advantages", "unbiased",
+          how={"spread": lambda o, e: o.std(unbiased=False) + 1e-4}),
+    Plant("leave one out", "advantages", "leave_one_out", how={"baseline": loo}),
+    Plant("mean of the batch", "advantages", "mean", how={"baseline": lambda own, at, every: every.mean()}),
+    Plant("groups by position", "advantages", "grouping", "verl", sizes=(3, 4, 2, 4, 4, 3),
+          how={"group": lambda n, r: n // 4, **NO_KL}, config=WITHOUT_KL),
+    Plant("divided by the length", "advantages", "length", how={"after": lambda a, r: a / sum(r.counts)}),
+    Plant("whitened over tokens", "advantages", "token_mean", how={"whiten": whitened}),
+    Plant("median instead of mean", "advantages", None, how={"baseline": lambda own, at, every: own.median()}),
+    Plant("range instead of deviation", "advantages", None, how={"spread": lambda o, e: o.max() - o.min() + 1e-4}),
+    Plant("clip 0.3", "loss", "clip_low", how=CLIP_3),
+    Plant("clip-higher 0.28", "loss", "clip_high", how={"high": 0.28}),
+    Plant("dual clip", "loss", "dual_clip", how={"dual": 1.5}),
+    Plant("no dual clip", "loss", "dual_clip", "verl", how={"dual": None}),
+    Plant("mean of each sequence", "loss", "aggregation", how={"aggregate": seq_mean}),
+    Plant("sum divided by another length", "loss", "divisor",
+          how={"aggregate": seq_sum_over(40.0)}, config={"loss_type": "dr_grpo"}),
+    Plant("sum divided by the length", "loss", "aggregation", how={"aggregate": seq_sum_over(32.0)}),
+    Plant("ratio of sequences", "loss", "ratio_level",
+          how={"ratio": lambda log, c: (log.sum() / c.sum()).exp().expand_as(log)}),
+    Plant("ratio to the sampling log-probs", "loss", "old_logprobs", how={"old": lambda r: r.rollout}),
+    Plant("ratio is 1", "loss", "old_logprobs", how={"old": lambda r: r.new}),
+    Plant("KL in the loss heavier", "loss", "kl_coef", how={"beta": 0.1}),
+    Plant("no KL in the loss", "loss", "kl_coef", how={"kl": None}),
+    Plant("KL in the loss by k2", "loss", "kl_estimator", how={"kl": lambda d: d * d / 2}),
+    Plant("KL in the loss by k1", "loss", "kl_estimator", how={"kl": lambda d: d}),
+    Plant("an entropy-like term", "loss", None, how={"extra": lambda r: 0.01 * torch.tensor(r.new, dtype=F)}),
+    # one number cannot separate a pair of options from chance: the pair is named as possible only
+    Plant("clip 0.3 and mean of each sequence", "loss", None, how={**CLIP_3, "aggregate": seq_mean}),
+    Plant("tool tokens in the loss", "loss", "mask", how={"counts": lambda r: [1] * len(r.counts)}),
+    Plant("means of groups divided by the largest", "advantages", "group_size", "verl", sizes=(3, 4, 2, 4, 4, 3),
+          how={"baseline": lambda own, at, every: own.sum() / 4, **NO_KL}, config=WITHOUT_KL),
+    Plant("mean over padding", "advantages", "token_mean_of", "verl", how={"whiten": padded, **RPP}, config=OF_RPP),
+    Plant("ratio of sequences by the longest", "loss", "ratio_level", config={"importance_sampling_level": "sequence"},
+          how={"ratio": lambda log, c: (log.sum() / 11).exp().expand_as(log)}, tools=False),
+    Plant("CISPO in the place of the clipped loss", "loss", "clipped", how={"take": lambda a, b, new: b * new}),
+    Plant("the clipped loss in the place of CISPO", "loss", "clipped", how={"low": 1e9},
+          config={"loss_type": "cispo", "epsilon_high": 1.2}),
+]
+# fmt: on
 
 
 def equal_step(seed: int, folder: Path) -> Path:
