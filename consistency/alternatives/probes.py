@@ -270,7 +270,7 @@ def cut_prompts(inputs: ProbeInputs) -> list[Prediction]:
 
 def prompt_lengths(rows: Sequences) -> Ints:
     """Count the tokens of each row before the first sampled one, int64 [rows]."""
-    return np.array([np.argmax(rows.sampled[rows.row(one)]) for one in range(rows.num_rows)])
+    return np.array([(np.cumsum(rows.sampled[rows.row(one)]) == 0).sum() for one in range(rows.num_rows)])
 
 
 def with_prompts(rows: Sequences, change: Change) -> Sequences:
@@ -278,7 +278,7 @@ def with_prompts(rows: Sequences, change: Change) -> Sequences:
     at, ids, is_prompt = [], [], []
     for row, length in enumerate(prompt_lengths(rows).tolist()):
         tokens = np.arange(*rows.cu_seqlens[row : row + 2])
-        prompt = change(rows.input_ids[tokens[:length]].tolist())
+        prompt = change(rows.input_ids[tokens[:length]].tolist()) if len(tokens) else []
         at.append(np.concatenate([np.repeat(tokens[:1], len(prompt)), tokens[length:]]))
         ids.append(np.array([*prompt, *rows.input_ids[tokens[length:]]], np.int64))
         is_prompt.append(np.arange(len(ids[-1])) < len(prompt))

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from consistency import transforms
-from consistency.alternatives.probes import cut_prompts, partial_alternatives
+from consistency.alternatives.probes import cut_prompts, partial_alternatives, prompt_lengths, with_prompts
 from consistency.alternatives.variants import variants_of
 from consistency.checks import numerics, recognise
 from consistency.diagnose import Diagnosis, diagnose, with_derived
 from consistency.score import score, scorer_of
 from consistency.tensors import evidence
+from consistency.tokens import Completion, sequences_from_completions
 from consistency.transforms import replay, select_rows
 
 from . import faults
@@ -67,6 +68,13 @@ def test_planted_fault_is_the_first_cause(name):
     assert found.verdict == ("healthy" if cause == "R57" else "mismatch")
     assert found.causes[0].confidence > 0.5
     assert all(text for text in (found.causes[0].evidence, found.causes[0].refute, found.causes[0].fix))
+
+
+def test_a_row_without_tokens_has_no_prompt_to_change():
+    rows = sequences_from_completions([Completion([5, 6], [7], [-0.5]), Completion([], [], [])])
+    assert prompt_lengths(rows).tolist() == [2, 0]
+    changed = with_prompts(rows, lambda ids: [4, *ids])
+    assert (changed.input_ids.tolist(), changed.cu_seqlens.tolist()) == ([4, 5, 6, 7], [0, 4, 4])
 
 
 def test_what_leaves_more_than_noise_is_not_sure():
