@@ -144,7 +144,7 @@ def missed(rows: Sequences, predicted: Floats) -> float:
 
 
 def variants_of(model: Any) -> Iterator[Variant]:
-    """Yield every variant that this model has."""
+    """Yield every variant that this model has; an output layer of zeros first, which other zeros look like."""
     yield from head_variants(model)
     yield from rotary_variants(model)
     yield from attention_variants(model)
@@ -469,6 +469,7 @@ def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
 
 def head_variants(model: Any) -> Iterator[Variant]:
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    yield Variant("R26.rescaled", "an output layer of zeros", [(output.weight, torch.zeros_like)])
     if output.weight is not embedding.weight and output.weight.shape == embedding.weight.shape:
         values = [(output.weight, lambda old: embedding.weight.data)]
         yield Variant("R26.variant", "the embedding as output layer", list(values))

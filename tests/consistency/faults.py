@@ -298,11 +298,6 @@ def probing(world: World, rows: Sequences) -> probes.ProbeInputs:
     return probes.ProbeInputs(world.trainer, rows, Request(""), SETTING, "float32", now)
 
 
-def bfloat16_output_layer(world: World) -> Given:
-    low = replace(world.trainer.head, layer=copy.deepcopy(world.trainer.head.layer).bfloat16())
-    return Given(quiet(world).sample(replace(world.trainer, head=low)))
-
-
 def few_far_off(values: np.ndarray, world: World) -> np.ndarray:
     rng = world.random()
     return np.minimum(values + (rng.random(values.shape) < 0.03) * rng.normal(0, 1.0, values.shape), -1e-3)
@@ -405,7 +400,6 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
         "R34", stitched(lambda row, place: row % 4 == 0, worker=per_row, cached_tokens=per_row),
     ),
     "bfloat16 logits": ("R37", lambda world: Given(quiet(world).sample(reports=transforms.bfloat16_logits))),
-    "output layer in bfloat16": ("R37", bfloat16_output_layer),
     "changed while sampling": ("R30", changed_while_sampling),
     "zero points": ("R44", variant("weights in int4 with a zero point, groups of 32")),
     "MXFP4": ("R44", variant("weights in float4, groups of 32")),
