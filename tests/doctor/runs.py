@@ -84,16 +84,79 @@ def around(level, size: float = 0.05, seed: int = 5) -> np.ndarray:
     return level + size * np.random.default_rng(seed).normal(size=STEPS)
 
 
-def columns(row: dict[str, str], names: dict[str, Any], r: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Return a run `r` with the columns of a row of `runs.toml`, whose expressions see some names."""
-    found = dict(r)
-    for name, text in row.items():
-        value = eval(text, names | {"r": r})
-        found |= value if name == "*" else {name: value}
-    return found
+# Each trouble: its alarm, and what it changes of the run `r` that learns.
+TROUBLES = {
+    "flat reward": ("D01", lambda r: {"reward": around(0.3), "eval_reward": around(0.3, seed=6)}),
+    "falling reward": (
+        "D01",
+        lambda r: {"reward": around(ramp(0.6, 0.2, 0.0)), "eval_reward": around(0.3, seed=6)},
+    ),
+    "scattering reward": (
+        "D02",
+        lambda r: {"reward": ramp(0.2, 0.4, 0.0) + ramp(0.05, 0.9) * around(0.0, 1.0)},
+    ),
+    "validation left behind": ("D03", lambda r: {"eval_reward": around(0.3)}),
+    "reward after a peak": (
+        "D04",
+        lambda r: {
+            "reward": r["reward"] - ramp(0.0, 0.45, 0.7),
+            "eval_reward": r["eval_reward"] - ramp(0.0, 0.45, 0.7),
+        },
+    ),
+    "importance weight": ("D10", lambda r: {"importance_weight": around(ramp(1.0, 1.2), 0.01)}),
+    "behaviour weight": ("D11", lambda r: {"behave_imp_weight": around(ramp(1.0, 0.8), 0.01)}),
+    "clipping": ("D12", lambda r: {"clip_ratio": around(0.7, 0.02)}),
+    "no gradient": ("D13", lambda r: {"grad_norm": r["grad_norm"] * (ramp(0.0, 1.0) == 0.0)}),
+    "no learning rate": ("D13", lambda r: {"lr": ramp(1e-06, 0.0, 0.0) * (ramp(0.0, 1.0) == 0.0)}),
+    "large updates": ("D14", lambda r: {"approx_kl": around(0.09, 0.01)}),
+    "entropy collapse": ("D15", lambda r: {"entropy": np.abs(around(ramp(1.0, 0.02, 0.3), 0.01))}),
+    "drift without gain": (
+        "D16",
+        lambda r: {"reward": around(0.3), "reference_kl": around(ramp(0.01, 0.4, 0.0), 0.01)},
+    ),
+    "gradient spikes": (
+        "D17",
+        lambda r: {"grad_norm": r["grad_norm"] * np.where(np.arange(STEPS) % 23 == 7, 30, 1)},
+    ),
+    "gradient is no number": (
+        "D17",
+        lambda r: {"grad_norm": np.where(ramp(0, 1) > 0.99, np.nan, r["grad_norm"])},
+    ),
+    "reward is no number": (
+        "D18",
+        lambda r: {"reward": np.where(np.arange(STEPS) == 150, np.inf, r["reward"])},
+    ),
+    "truncation": ("D20", lambda r: {"no_eos": around(ramp(0.01, 0.3), 0.01)}),
+    "length": (
+        "D21",
+        lambda r: {
+            "reward": around(0.3),
+            "eval_reward": around(0.3, seed=6),
+            "length": around(ramp(300, 900, 0.0), 20),
+        },
+    ),
+    "old samples": ("D23", lambda r: {"staleness": around(ramp(1, 6, 0.0), 0.2)}),
+    "stale engine": ("D24", lambda r: {"logprob_difference": around(ramp(0.011, 0.036, 0.3), 0.0005)}),
+    "few effective samples": ("D25", lambda r: {"effective_samples": around(0.3, 0.02)}),
+    "filtering": ("D26", lambda r: {"filtered": around(ramp(0.01, 0.3), 0.01)}),
+    "failures": ("D27", lambda r: {"failed": np.arange(STEPS) * 4.0}),
+    "cut prompts": ("D52", lambda r: {"prompts_cut": around(0.2, 0.01)}),
+    "aborted episodes": ("D53", lambda r: {"failed_share": around(ramp(0.01, 0.2), 0.01)}),
+    "failing tools": ("D54", lambda r: {"tool_failures": around(ramp(0.1, 0.7), 0.02)}),
+    "no tools": (
+        "D55",
+        lambda r: {
+            "reward": around(0.3),
+            "eval_reward": around(0.3, seed=6),
+            "tool_calls": around(ramp(3.0, 0.1), 0.02),
+        },
+    ),
+    "critic": ("D28", lambda r: {"explained_variance": around(-0.3)}),
+}
 
 
 def troubled(name: str, seed: int = 0) -> tuple[str, dict[str, np.ndarray]]:
     """Return a finding, and a run that has it."""
-    expected, row = TABLES["troubles"][name]
-    return expected, columns(row, globals(), healthy(seed))
+    expected, change = TROUBLES[name]
+    run = healthy(seed)
+    return expected, run | change(run)

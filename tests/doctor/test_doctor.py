@@ -12,7 +12,7 @@ from areal_debug.doctor.read import UnreadableRun, read_run
 from areal_debug.doctor.series import Series, medians_between, running_medians
 from areal_debug.doctor.sources.to_series import collect
 
-from .runs import STEPS, TABLES, diagnosed, healthy, said, troubled, write_stats
+from .runs import STEPS, TROUBLES, diagnosed, healthy, said, troubled, write_stats
 
 LONG = pytest.mark.long
 # Further alarms of a run whose reward does not rise, and of one that peaked.
@@ -29,7 +29,7 @@ def test_run_that_learns_gets_no_alarm(tmp_path, seed):
     assert found["num_steps"] == STEPS
 
 
-@pytest.mark.parametrize("name", TABLES["troubles"])
+@pytest.mark.parametrize("name", TROUBLES)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG)])
 def test_trouble_is_named_with_steps_advice_source_and_experiment(tmp_path, name, seed):
     expected, run = troubled(name, seed)
