@@ -14,15 +14,7 @@ from statistics import mean, median
 
 from areal_core.errors import RewardError
 from areal_core.reward import RewardPool
-from areal_debug.reward.answers import (
-    FORMATS,
-    KINDS,
-    Kind,
-    Question,
-    Setting,
-    both_orders,
-    hostile_texts,
-)
+from areal_debug.reward.answers import FORMATS, KINDS, Kind, Question, Setting, both_orders, hostile_texts
 
 RAISED = "raised RewardError: "
 NOT_FOUND = f"{RAISED}reward function"

@@ -267,11 +267,10 @@ class Reader:
             self.close()
             self.sections.append(section)
             self.open(thread)
-        if self.thread is not None:
             return
         frame = frame_of(rest) or (bare_name(rest) if "-" not in rest else None)
         found = (frame,) if frame else loose_frames(rest)
-        if found:
+        if found and self.thread is None:
             self.sections.append(section)
             self.frames(found, loose=False)
             self.close()

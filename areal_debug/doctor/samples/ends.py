@@ -110,20 +110,23 @@ def are_copies(rows: Rows) -> Finding | None:
 
 
 def mask_leaves_out(rows: Rows) -> Finding | None:
-    """S14: of nearly every completion the end token, the first token, or all but the end is not in the loss mask."""
-    ends, missing = [*end_tokens(rows.record)], "completions is not in the loss mask, and its neighbour is"
+    """S14: nearly every completion lacks its end token, its first token, or all but the end in the loss mask."""
+    ends = [*end_tokens(rows.record)]
     unended, is_last = np.isin(rows.unended, ends), np.isin(rows.last, ends)
     answered = (rows.prompt_length > 0) & (rows.lengths > 0)
     alone, late = is_last & (rows.lengths == 1), answered & (rows.first - rows.prompt_length >= ANSWER)
-    for title, flagged, among, what in (
-        ("end", unended, unended | is_last, f"the last token of {{}} of {{}} {missing}"),
-        ("first", answered & (rows.skipped >= 0), answered, f"the first token of {{}} of {{}} {missing}"),
-        ("only", late & alone, answered & (late | ~alone), "of {} of {} completions only the end is in the loss mask"),
-    ):  # fmt: skip
+    for title, flagged, among in (
+        ("end", unended, unended | is_last),
+        ("first", answered & (rows.skipped >= 0), answered),
+        ("only", late & alone, answered & (late | ~alone)),
+    ):
         if has_support(rows, flagged) and share(flagged, among) > NEARLY_ALL:
             alike = np.unique(rows.skipped[flagged], return_counts=True)[1].max()
             if title != "first" or alike <= MOST_ALIKE * flagged.sum():  # else of a template
-                found = what.format(int(flagged.sum()), int(among.sum()))
+                counts = f"{int(flagged.sum())} of {int(among.sum())} completions"
+                found = f"the {'last' if title == 'end' else title} token of {counts} is not in the loss mask, and its neighbour is"
+                if title == "only":
+                    found = f"of {counts} only the end is in the loss mask"
                 return finding("S14", found, rows, flagged, among, title=title)
     return None
 
