@@ -128,8 +128,9 @@ def wait_in_frames(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tupl
             (kind, operation) = native[0][0]
         return kind, operation, frame
     if native:
-        # Below a call of the store or of a collective C waits for a socket or a lock.
-        (kind, operation), _ = next((n for n in native if n[0][0] in PEER_KINDS), native[0])
+        # Below a call of the store or of a collective C waits for a socket or a lock, below an abort for the device.
+        of_peers = [n for n in native if n[0][0] in PEER_KINDS]
+        (kind, operation), _ = next((n for n in native if n[0][0] == "destroy"), (of_peers or native)[0])
         return kind, operation, python[0] if python else native[0][1]
     return "running", "", python[0] if python else (frames[0] if frames else None)
 
@@ -246,8 +247,9 @@ def effective(threads: tuple[ThreadState, ...], dump: ProcessDump) -> tuple[Wait
     wait = with_kernel(main.wait, dump.facts)
     if wait.kind in ("backward", "device"):
         autograd = [t for t in threads[1:] if from_autograd(t)]
-        for other in autograd:
-            if other.wait.kind in ("collective", "p2p"):
+        aborting = [t for t in threads[1:] if t.wait.kind == "destroy"]
+        for other in (*autograd, *aborting):
+            if other.wait.kind in ("collective", "p2p", "destroy"):
                 return replace(other.wait, phases=wait.phases | other.wait.phases), other.thread
         if autograd and wait.kind == "backward":
             return replace(wait, kind="device", operation="device sync"), main.thread

@@ -42,7 +42,12 @@ def endings_of(job: JobLog, world_size: int | None, timed_out: set[int]) -> Ende
     """Return how the ranks ended; `timed_out` are ranks whose NCCL watchdog ended them."""
     attempts = [a for _, a in sorted(job.attempts.items()) if a.failures or a.stacks]
     # One that only fails to connect says nothing of its own.
-    telling = [a for a in attempts if a.stacks or any(kind_of(f) != "lost_peer" for f in a.failures)]
+    telling = [
+        a
+        for a in attempts
+        if any(kind_of(f) != "lost_peer" for f in a.failures)
+        or any("init" not in wait_of(thread.frames).phases for _, dump in a.stacks for thread in dump)
+    ]
     attempt = (telling or attempts or [Attempt()])[-1]
     if timed_out:  # the driver of these ranks has a traceback, and no rank
         attempt.failures = [f for f in attempt.failures if f.rank is not None or not DRIVER.match(f.error)]
@@ -80,6 +85,12 @@ def endings_of(job: JobLog, world_size: int | None, timed_out: set[int]) -> Ende
         known = found.endings[first]
         found.endings[first] = Ending(first, known.how, known.words, known.named, True)
     ranks = {*found.endings, *found.stacks, *job.exits, *job.written}
+    silent = ranks - {*found.endings, *found.stacks, *job.exits}
+    if len(silent) == 1 < len(found.endings) and {e.how for e in found.endings.values()} == {"lost_peer"}:
+        rank = silent.pop()
+        found.endings[rank] = Ending(
+            rank, "ended", "all others lost a peer, and it left no error", named=True
+        )
     joined = job.joined[1] if job.joined else 0
     found.complete = job.complete or bool(world_size or joined)
     found.world_size = max([world_size or 0, joined, *(rank + 1 for rank in ranks)])

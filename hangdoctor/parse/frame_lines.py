@@ -5,7 +5,7 @@ File "f.py", line 3[,] in f        faulthandler, traceback, pystack
 #3 0x.. in f () from lib.so        gdb; `#5 Frame 0x.., for file f.py, line 3, in f`
 #0 f from f.py:3                   NCCL watchdog
 f.py:3 f | f at f.py:3 | f@f.py:3  people (`loose`: a single one of these in a log is no stack)
-f <- g <- h | h -> g -> f          people, a stack on one line
+f <- g <- h | h -> g -> f          people, a stack on one line; `f (f.py:3) in g (g.py:7)`
 
 Bullets, tree lines, quote marks and what follows an arrow or a hash behind a frame are decoration.
 """
@@ -54,7 +54,8 @@ FILE_FIRST = re.compile(
     rf'^[("\[]?(?P<file>[\w./<>~\-]+\.{SOURCE})"?(?::|, ?line |\(| line |#L?)(?P<line>\d+)[)\]]?[:,]?(?: in| -)? *'
     rf"[(`]?(?P<function>[A-Za-z_<][\w.<>]*)(?:\([^()]*\))?[)`]?$"
 )
-ARROWS = re.compile(r"\s*(<-+|<=+|←|⟵|-+>|=+>|→|›| > | < )\s*")
+ARROWS = re.compile(r"\s*(<-+|<=+|←|⟵|-+>|=+>|→|›| > | < |(?<=\) )(?:in|from|under)(?= ))\s*")
+INNER_FIRST = ("←", "⟵", "in", "from", "under")
 REMARK = re.compile(r"\s*\([^():/]*\)[ .]*$")
 NAME = re.compile(r"^[A-Za-z_<][\w.<>:]*(?:\(\))?$")
 
@@ -93,7 +94,7 @@ def loose_frames(line: str) -> tuple[Frame, ...]:
         return ()
     # `a <- b`: b called a. `a -> b`: a called b, unless only a is a call that waits.
     waits_first = frames[0].function in FILES_OF_NAMES and frames[-1].function not in FILES_OF_NAMES
-    return tuple(frames if "<" in pieces[1] or pieces[1] in "←⟵" or waits_first else reversed(frames))
+    return tuple(frames if "<" in pieces[1] or pieces[1] in INNER_FIRST or waits_first else reversed(frames))
 
 
 def piece_frame(text: str) -> Frame | None:

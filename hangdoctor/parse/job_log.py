@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from hangdoctor.frames import of_launcher
 from hangdoctor.model import CollectiveRecord, Frame, Thread
-from hangdoctor.parse.headings import numbers_in
+from hangdoctor.parse.headings import Section, numbers_in, section_header
 from hangdoctor.parse.logs import FINGERPRINT, fingerprint_record
 from hangdoctor.parse.stacks_text import ANSI, PREFIX, read_sections, writer_of
 from hangdoctor.tables import message, messages
@@ -128,10 +128,27 @@ def has_ended(text: str) -> bool:
     """True if a text says that a job has ended, or is of a process whose traceback is its last
     word.
     """
+    return any(pattern.search(text) for pattern in ENDED) or ends_in_error(text)
+
+
+def ends_in_error(text: str) -> bool:
     printed = text[-MAX_TRACEBACK:].rpartition("Traceback (most recent call last):\n")[2]
     *indented, last = printed.partition("\n```")[0].rstrip().split("\n")
-    whole = bool(indented) and all(line.lstrip("| ") != line for line in indented) and ERROR.match(last)
-    return any(pattern.search(text) for pattern in ENDED) or bool(whole)
+    return bool(indented) and all(line.lstrip("| ") != line for line in indented) and bool(ERROR.match(last))
+
+
+def headed_errors(text: str) -> tuple[list[tuple[int, str]], str]:
+    """Return rank and lines of each heading of ranks that a traceback ends, and the other lines."""
+    blocks: list[tuple[tuple[int, ...], list[str]]] = [((), [])]
+    for line in text.split("\n"):
+        heading = section_header(line.strip(), Section()) if "rank" in line.lower() else None
+        if heading and heading.role is None and heading.ranks:
+            blocks.append((heading.ranks, []))
+        blocks[-1][1].append(line)
+    written = [(ranks, "\n".join(lines)) for ranks, lines in blocks]
+    of_ranks = [(rank, lines) for ranks, lines in written if ends_in_error(lines) for rank in ranks]
+    others = [lines for ranks, lines in written if not (ranks and ends_in_error(lines))]
+    return of_ranks, "\n".join(others)
 
 
 def read_job_log(texts: Sequence[Text]) -> JobLog:

@@ -24,7 +24,7 @@ from hangdoctor.parse.flight_recorder import (
     ras_from,
     records_from,
 )
-from hangdoctor.parse.job_log import TORCHRUN_FILE, Text, has_ended, logged_steps
+from hangdoctor.parse.job_log import TORCHRUN_FILE, Text, has_ended, headed_errors, logged_steps
 from hangdoctor.parse.location import ProcessName, parse_name
 from hangdoctor.parse.logs import RELEVANT, has_timeouts, parse_error_file, parse_log
 from hangdoctor.parse.members import members_of
@@ -187,15 +187,20 @@ def take_dump(reading: Reading, place: location.Place, member: str, data: bytes)
         take_object(reading, place, member, data)
     elif is_ras_text(text):
         reading.ras += parse_ras_text(text)
-    elif reading.contents is None and (has_ended(text) or TORCHRUN_FILE.search(member)):
-        take_ended(reading, place, member, text)
-    else:
+    elif reading.contents is not None:
         take_text(reading, place, member, text)
+    else:
+        of_ranks, others = headed_errors(text)
+        for rank, lines in of_ranks:
+            take_ended(reading, parse_name(f"rank_{rank}"), member, lines)
+        if has_ended(others) or TORCHRUN_FILE.search(member):
+            take_ended(reading, owner_of(reading, place, member), member, others)
+        elif others.strip() or not of_ranks:
+            take_text(reading, place, member, others)
 
 
-def take_ended(reading: Reading, place: location.Place, member: str, text: str) -> None:
+def take_ended(reading: Reading, process: ProcessName, member: str, text: str) -> None:
     """Keep what a job that ended, or one of its ranks, wrote: it is read with its other logs."""
-    process = owner_of(reading, place, member)
     place_in_job = TORCHRUN_FILE.search(member)
     attempt = int(place_in_job["attempt"]) if place_in_job else 0
     reading.texts.append(Text(member, process.rank, attempt, text))
@@ -216,7 +221,7 @@ def take_object(reading: Reading, place: location.Place, member: str, data: byte
         error = parse_error_file(data, rank)
         reading.errors.append(error)
         if rank is not None and error.traceback:
-            take_ended(reading, place, member, error.traceback)
+            take_ended(reading, owner_of(reading, place, member), member, error.traceback)
     else:
         raise UnreadableDump("JSON, but neither stacks, Flight Recorder, RAS nor an error file")
 

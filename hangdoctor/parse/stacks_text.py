@@ -35,6 +35,7 @@ PREFIX = re.compile(
     r"(?P<srun>\d{1,6}):|\[(?:\d+,)?(?P<mpi>\d+)\]<std\w+>:|[\w.\-]*?-(?P<compose>\d{1,5})\s+\||"
     r"\[pod/[\w.\-]*?-(?P<pod>\d{1,5})/[\w.\-]+\]) ?"
 )
+HOST = re.compile(r"^(?P<host>[A-Za-z][\w.\-]{0,62}):(?:$| (?P<rest>.*))")  # pdsh, clush
 MAYBE_PREFIXED = re.compile(r"^[^\S\n]*(?:\[|\(|\d+:|[\w.\-]+-\d+\s+\|)", re.M)
 CLOCK = re.compile(
     r"^(?:\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?: (?:DP|PP|TP|EP)\d+)+\] ?|"  # SGLang names its rank
@@ -54,7 +55,8 @@ REFUSAL = re.compile(
 )
 # A heading and its frame on one line, or in one row of a table.
 INLINE = re.compile(
-    r"^(?:\| *)?(?P<heading>[^()|]{1,60}?(?:\d|\)|idle|active)\]?\*{0,2})(?::\s+| *\| +|(?<=\d\]) )(?P<rest>\S.*?)(?: *\|)?$"
+    r"^(?:\| *)?(?P<heading>[^()|]{1,60}?(?:\d|\)|idle|active)\]?\*{0,2})"
+    r"(?::\s+| *\| +| +(?:→|->|=>) +|(?<=\d\]) )(?P<rest>\S.*?)(?: *\|)?$"
 )
 
 
@@ -131,6 +133,13 @@ def parse_any(text: str) -> list[Section]:
 def streams(text: str) -> Iterable[tuple[int | str | None, list[str]]]:
     """Yield lines by the rank, or the process number as text, in their prefix; prefixes removed."""
     lines = [line[:MAX_LINE] for line in text.split("\n")]
+    of_hosts = [match for line in lines if (match := HOST.match(line))]
+    if len(of_hosts) == sum(1 for line in lines if line.strip()):
+        by_host: dict[str, list[str]] = {}
+        for match in of_hosts:
+            by_host.setdefault(match["host"], []).append(match["rest"] or "")
+        yield from ((None, printed) for printed in by_host.values())
+        return
     matches = [PREFIX.match(line) for line in lines] if MAYBE_PREFIXED.search(text) else []
     if sum(map(bool, matches)) * 2 <= sum(1 for line in lines if line.strip()):
         yield None, lines

@@ -56,7 +56,7 @@ def ended_otherwise(case: Case, graph: Graph) -> Verdict | None:
         what = f"{who} {HOW[culprit.how]} ({culprit.words[:200]})"
         if len(failed) > 1 and not culprit.first:
             what += ", and so did others: separate logs do not show who was first, torchrun's report does"
-        others = f", and ranks {rank_ranges(lost)} lost their peer" if lost else ""
+        others = f", and {ranks_text(lost)} lost {plural(lost, 'its', 'their')} peer" if lost else ""
         summary = f"Nothing shows a hang: {what}{others}."
         blamed = (culprit.rank,) if known else ()
     elif stopped:
@@ -83,8 +83,12 @@ def absent_at_the_end(case: Case, graph: Graph) -> Verdict | None:
     blamed = broken or named or absent
     label, level = label_of(case, blamed)
     who = f"{plural(blamed, 'Rank', 'Ranks')} {rank_ranges(e.rank for e in blamed)}"
-    known = f"ranks {rank_ranges(waited)}" if waited else "its peers"
-    others = waiting_for(graph) if graph.waiting else f"{known} waited for it until a time-out"
+    known = f"ranks {rank_ranges(waited)}" if waited else f"{plural(blamed, 'its', 'their')} peers"
+    others = (
+        waiting_for(graph)
+        if graph.waiting
+        else f"{known} waited for {plural(blamed, 'it', 'them')} until a time-out"
+    )
     how = HOW[blamed[0].how] if not named else "did not arrive"
     last = last_lines(case, blamed)
     seen = f" Its last line: {last[0].fact.partition(': ')[2]}" if last else ""

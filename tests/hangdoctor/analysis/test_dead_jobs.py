@@ -104,6 +104,8 @@ INIT = waiting("init_process_group", error=STORE)
         (NCCL + DESYNC + report({0: -6, 1: -15, 2: -6}, 0), "missing_rank", (1,)),
         (MISMATCH + report({0: 1, 1: 1, 2: 1}, 0), "collective_mismatch", (1,)),
         (INIT + INIT + ENDED_1, "missing_rank", (1,)),
+        # One has left its loop early: it exits without an error, and its peers lose it.
+        (prefixed(0, waiting(error=PEER_GONE)) + "[rank1]: epoch done\n" + prefixed(2, waiting(error=PEER_GONE)), "missing_rank", (1,)),
         (INIT + "srun: error: node1: task 1: Out Of Memory\n", "missing_rank", (1,)),
         ("[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 12000 ms\n" + TWO_TIME_OUTS + ENDED_1, "missing_rank", (1,)),
         # The head of the log is cut: outer calls that are missing are no exit handler,
@@ -160,7 +162,12 @@ def test_tracebacks_of_two_ranks_line_by_line_are_read(tmp_path):
 def test_a_log_folder_is_read_as_one_job_and_its_last_attempt_counts(tmp_path):
     first = {0: waiting("broadcast"), 1: waiting(), 2: waiting()}
     second = {0: waiting(), 1: DUMP, 2: waiting()}
-    for attempt, texts in enumerate((first, second)):
+    starting = 'Thread 0x1 (most recent call first):\n  File "/torch/distributed/distributed_c10d.py", line 9 in init_process_group\n'
+    not_joined = waiting(
+        "init_process_group", error="RuntimeError: Gloo connectFullMesh failed with timed out"
+    )
+    third = {0: not_joined, 1: starting, 2: starting}  # a restart that did not connect says nothing
+    for attempt, texts in enumerate((first, second, third)):
         for rank, text in texts.items():
             folder = tmp_path / "none_abc" / f"attempt_{attempt}" / str(rank)
             folder.mkdir(parents=True)
