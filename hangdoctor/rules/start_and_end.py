@@ -52,7 +52,12 @@ def init_deadlock(case: Case, graph: Graph) -> Verdict | None:
         return None
     if all_start:
         return all_starting(case, graph, starting)
-    if len(starting) * 2 <= len(waiters) or all(s.wait.kind == "store" for s in starting):
+    others = [s for s in waiters if s not in starting]
+    if len(starting) > len(others) and all("init" in s.wait.phases for s in starting):
+        return init_verdict(
+            case, graph, others, f"has not called {operation(starting[0])}, which every rank must call"
+        )
+    if len(starting) <= len(others) or all(s.wait.kind == "store" for s in starting):
         return init_verdict(
             case, graph, starting, f"is in {operation(starting[0])}, which every rank must call"
         )
@@ -105,6 +110,8 @@ def cleanup_deadlock(case: Case, graph: Graph) -> Verdict | None:
     # If no rank trains any more, a rank that only waits for its peers is a victim of one that
     # waits for something else.
     held_up = [s for s in leaving if not s.wait.waits_for_peers]
+    if not staying and not held_up and any(s not in leaving for s in graph.source_ranks):
+        return None  # they wait for one that is not exiting
     culprits = leaving if staying else held_up or leaving
     certain = bool(staying) and all(last_call(s) or in_exit_handler(s, entered) for s in culprits)
     what = operation(culprits[0])
