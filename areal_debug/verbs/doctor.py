@@ -68,7 +68,7 @@ def command(
     """Diagnose the metrics of RUN, a record, folder or file.
 
     Files: stats.jsonl, trainer_state.json, TensorBoard events, Weights & Biases (.wandb of offline
-    runs, exports as CSV or JSON), Trackio (.db, .parquet), JSON lines as of verl's file logger, and
+    runs, exports as CSV or JSON), Trackio (.db, .parquet), MLflow, JSON lines as of verl's file logger, and
     what frameworks print (.log, .out, .txt). Names of metrics: of AReaL, miles, NeMo-RL, OpenRLHF,
     prime-rl, SkyRL, slime, TRL, verl, and others that end alike.
 

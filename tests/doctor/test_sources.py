@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import shutil
 import sqlite3
 import struct
@@ -96,6 +97,22 @@ def test_a_project_of_trackio_is_read_as_its_runs(tmp_path, monkeypatch):
     assert rewards(read_run(database, "a")) == (list(STEPS), [step / 8 for step in STEPS])
     with pytest.raises(UnreadableRun, match=r"2 runs found in .*project.db, the last written first: b, a"):
         read_run(database)
+
+
+def test_the_database_of_mlflow_is_read_as_its_runs(tmp_path):
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        database.execute("CREATE TABLE runs (run_uuid, name)")
+        database.execute("CREATE TABLE metrics (key, value, timestamp, run_uuid, step, is_nan)")
+        for time, run in enumerate("ab"):
+            database.execute("INSERT INTO runs VALUES (?, 'kind')", [run * 32])
+            rows = [("reward", step / 8, time, run * 32, step, step == STEPS[-1]) for step in STEPS]
+            database.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?, ?)", rows)
+    assert [source.name for source in find_sources(tmp_path)] == [
+        f"mlflow.db/kind-{run * 32}" for run in "ba"
+    ]
+    steps, values = rewards(read_run(tmp_path, "kind-aa"))
+    assert (steps, values[:-1]) == (list(STEPS), [step / 8 for step in STEPS[:-1]])
+    assert math.isnan(values[-1])
 
 
 STEP_FORMS = tomllib.loads(Path(__file__).with_name("steps.toml").read_text(encoding="utf-8"))["forms"]

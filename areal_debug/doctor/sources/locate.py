@@ -17,7 +17,7 @@ from pathlib import Path
 from areal_core.safety.received import UnreadableFile, open_received
 from areal_debug.doctor.names import choose_names
 from areal_debug.doctor.rows import is_record
-from areal_debug.doctor.sources import console_log, trackio_run
+from areal_debug.doctor.sources import console_log, databases
 from areal_debug.doctor.sources.events import read_events
 from areal_debug.doctor.sources.plain_files import (
     Row,
@@ -259,7 +259,7 @@ def head_lines(file: Path) -> list[str]:
 
 def is_project(file: Path) -> bool:
     try:
-        return bool(trackio_run.runs_of_project(file))
+        return bool(databases.runs_of_project(file))
     except UnreadableFile:
         return False
 
@@ -273,12 +273,12 @@ FORMATS = (
     Format("*.wandb", read_wandb),
     Format("backup.swanlab", read_wandb),
     Format("meta.yaml", read_mlflow, is_metrics=lambda file: (file.parent / "metrics").is_dir()),
-    Format("*.db", trackio_run.read_project, trackio_run.runs_of_project, is_project),
+    Format("*.db", databases.read_project, databases.runs_of_project, is_project),
     Format("*.jsonl", read_jsonl, is_metrics=partial(has_steps, read_jsonl)),
     Format("*-tag-*.csv", read_charts),
     Format("*.csv", read_csv, runs_of_csv, partial(has_steps, read_csv)),
     Format("*.json", read_json, is_metrics=partial(has_steps, read_json)),
-    Format("*.parquet", trackio_run.read_parquet, trackio_run.runs_of_parquet, trackio_run.has_runs),
+    Format("*.parquet", databases.read_parquet, databases.runs_of_parquet, databases.has_runs),
     RECORD,
     *(Format(printed, console_log.read_console, is_metrics=prints_metrics) for printed in PRINTED),
 )
