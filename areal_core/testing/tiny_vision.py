@@ -1,5 +1,6 @@
 """Tiny vision-language models with their processors, for tests, examples and the demo."""
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 
 from areal_core.testing import make_tiny_tokenizer
 
-QWEN_TOKENS = {
-    "vision_start_token": "<|vision_start|>",
-    "vision_end_token": "<|vision_end|>",
-    "image_token": "<|image_pad|>",
-    "video_token": "<|video_pad|>",
-}
-GEMMA_TOKENS = {
-    "boi_token": "<start_of_image>",
-    "eoi_token": "<end_of_image>",
-    "image_token": "<image_soft_token>",
-}
 CHAT_TEMPLATE = (
     "{{% for message in messages %}}<|{{{{ message['role'] }}}}|>"
     "{{% if message['content'] is string %}}{{{{ message['content'] }}}}{{% else %}}"
@@ -28,74 +18,11 @@ CHAT_TEMPLATE = (
     "{{% endfor %}}{{% endif %}}<|end|>{{% endfor %}}"
     "{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}"
 )
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
-PATCH, MERGE = 4, 2  # pixels of a patch's side; patches of a vision token's side
-QWEN_VISION = {"depth": 2, "num_heads": 2, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
+SIZES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+VISION_FAMILIES: dict[str, dict[str, Any]] = SIZES["families"]
+GEMMA = VISION_FAMILIES["gemma3"]
+PATCH, MERGE = 4, SIZES["qwen"]["vision"]["spatial_merge_size"]  # pixels, patches of a side
 QWEN_TOKENS_PER_IMAGE = 2, 16  # at least and at most
-GEMMA_SIZE, GEMMA_TOKENS_PER_IMAGE = 16, 4
-
-VISION_FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {
-        "text": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
-        "vision": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
-        "tie_word_embeddings": True,
-    },
-    "qwen2_5_vl": {
-        "text": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
-        "vision": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": 64,
-            "fullatt_block_indexes": [1],
-        },
-        "tie_word_embeddings": False,
-    },
-    "qwen3_vl": {
-        "text": {
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [2, 3, 3],
-                "mrope_interleaved": True,
-            },
-        },
-        "vision": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
-        "tie_word_embeddings": True,
-    },
-    "gemma3": {
-        "text": {
-            "head_dim": 16,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "query_pre_attn_scalar": 16,
-        },
-        "vision": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": GEMMA_SIZE,
-            "patch_size": PATCH,
-            "vision_use_head": False,
-        },
-        "tie_word_embeddings": True,
-        "mm_tokens_per_image": GEMMA_TOKENS_PER_IMAGE,
-    },
-}
 
 
 def make_tiny_vision_model(
@@ -114,10 +41,10 @@ def make_tiny_vision_model(
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in _tokens(family).items()}
     vision = options.pop("vision")
     if family != "gemma3":
-        vision = vision | QWEN_VISION | {"patch_size": patch}
+        vision = vision | SIZES["qwen"]["vision"] | {"patch_size": patch}
     if family == "qwen2_5_vl":
         vision["window_size"] = 2 * patch * MERGE
-    text = TEXT | {"vocab_size": len(tokenizer)} | options.pop("text") | changes
+    text = SIZES["text"] | {"vocab_size": len(tokenizer)} | options.pop("text") | changes
     text |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     text["bos_token_id"] = None
     suffix = "_index" if family == "gemma3" else "_id"
@@ -163,12 +90,12 @@ def make_tiny_processor(family: str, patch: int = PATCH) -> ProcessorMixin:
 
     tokenizer = _tokenizer(family)
     if family == "gemma3":
-        size = {"height": GEMMA_SIZE, "width": GEMMA_SIZE}
+        size = dict.fromkeys(("height", "width"), GEMMA["vision"]["image_size"])
         return Gemma3Processor(
             Gemma3ImageProcessor(size=size),
             tokenizer,
             tokenizer.chat_template,
-            image_seq_length=GEMMA_TOKENS_PER_IMAGE,
+            image_seq_length=GEMMA["mm_tokens_per_image"],
         )
     least, most = (count * (patch * MERGE) ** 2 for count in QWEN_TOKENS_PER_IMAGE)
     size = {"shortest_edge": least, "longest_edge": most}
@@ -185,7 +112,8 @@ def make_tiny_processor(family: str, patch: int = PATCH) -> ProcessorMixin:
 
 
 def _tokens(family: str) -> dict[str, str]:
-    return GEMMA_TOKENS if family == "gemma3" else QWEN_TOKENS
+    tokens: dict[str, str] = SIZES["gemma3" if family == "gemma3" else "qwen"]["tokens"]
+    return tokens
 
 
 def _tokenizer(family: str) -> PreTrainedTokenizerFast:
