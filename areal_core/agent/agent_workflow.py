@@ -34,7 +34,7 @@ from areal_core.agent.completion import Dialogue
 from areal_core.agent.episode_tree import Turn, episode_tree, without_retry_orphans
 from areal_core.agent.errors import AgentStalled
 from areal_core.agent.export import export_rows, rewards_by_id
-from areal_core.agent.failures import describe_raised, failure_of
+from areal_core.agent.failures import classes_of, failure_of
 from areal_core.agent.output_parsers import check_parsers
 from areal_core.agent.proxy import AgentProxy, Preprocessor
 from areal_core.agent.proxy_server import InProcessTransport, ProxyServer, write_admin_key
@@ -150,12 +150,11 @@ class AgentWorkflow:
         interactions = session.in_order()
         if is_engines or not interactions:
             return None
-        raised = describe_raised(error)
-        failure = failure_of(raised, interactions, session.refusals, self.options.failure_errors)
+        failure = failure_of(error, interactions, session.refusals, self.options.failure_errors)
         if failure is None:
             return None
         rewards = session.rewards | {interactions[-1].id: self.options.failed_reward}
-        return Outcome(rewards, failure, f"{raised.classes[0]}: {raised.message}")
+        return Outcome(rewards, failure, f"{classes_of(error)[0]}: {error}")
 
     def rows_of(self, session: Session, outcome: "Outcome") -> dict[str, Tensor]:
         return export_rows(

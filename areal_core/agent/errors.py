@@ -13,11 +13,6 @@ Exception
   EpisodeFailed      for agents to raise: the model has failed the episode
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 
 class AgentError(ValueError):
     """An agent that cannot be run, or whose result cannot be used."""

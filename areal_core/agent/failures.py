@@ -17,7 +17,6 @@ of a framework's error is a fault of the code. So is any error of the engine.
 import json
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
@@ -33,36 +32,16 @@ MODEL_FAILURES: dict[str, str] = tomllib.loads(
 FAILURES = (None, "declared", "invalid_output", "too_many_turns", "prompt_too_long", "truncated")
 
 
-@dataclass(frozen=True)
-class Raised:
-    """What an exception says, as JSON types: it may come from the process of an agent.
+def classes_of(error: BaseException) -> list[str]:
+    """Return 'package.Class' of an exception and of the classes that it inherits from.
 
-    `classes` are 'package.Class' of the exception and of the classes that it inherits from.
-    `unreadable` are the values that a parser or validator refused. `origins` are the exceptions of
-    a group, or the one that it was raised from.
+    No framework is imported for it.
     """
-
-    classes: list[str]
-    message: str
-    unreadable: list[Any] = field(default_factory=list)
-    is_group: bool = False
-    origins: list["Raised"] = field(default_factory=list)
-
-
-def describe_raised(error: BaseException) -> Raised:
-    """Return what an exception says, without importing the framework that raised it."""
-    is_group = isinstance(error, BaseExceptionGroup)
-    origins = error.exceptions if isinstance(error, BaseExceptionGroup) else (error.__cause__,)
-    return Raised(
-        classes=[f"{c.__module__.partition('.')[0]}.{c.__name__}" for c in type(error).__mro__],
-        message=str(error),
-        unreadable=unreadable_values(error),
-        is_group=is_group,
-        origins=[describe_raised(origin) for origin in origins if origin is not None],
-    )
+    return [f"{c.__module__.partition('.')[0]}.{c.__name__}" for c in type(error).__mro__]
 
 
 def unreadable_values(error: BaseException) -> list[Any]:
+    """Return the values that a parser or validator refused; none of another exception."""
     if isinstance(error, JSONDecodeError):
         return [error.doc]
     kind = type(error)
@@ -73,7 +52,7 @@ def unreadable_values(error: BaseException) -> list[Any]:
 
 
 def failure_of(
-    raised: Raised,
+    error: BaseException,
     interactions: Sequence[Interaction],
     refusals: Collection[str],
     added: Collection[str] = (),
@@ -81,25 +60,26 @@ def failure_of(
     """Return what the model did wrong, a member of `FAILURES`; None for a fault of the code.
 
     Args:
-        raised: the exception that ended the run of the agent.
+        error: the exception that ended the run of the agent.
         interactions: the answered calls of its session.
         refusals: the proxy's refusals of prompts of the session that had grown too long.
         added: further class names of `rollout.agent.failure_errors`: 'package.Class' or 'Class'.
     """
-    if raised.is_group:
-        kinds = [failure_of(origin, interactions, refusals, added) for origin in raised.origins]
+    if isinstance(error, BaseExceptionGroup):
+        kinds = [failure_of(member, interactions, refusals, added) for member in error.exceptions]
         return kinds[0] if all(kinds) else None
-    kind = next((MODEL_FAILURES[name] for name in raised.classes if name in MODEL_FAILURES), None)
-    if kind is None and any(name in added or name.partition(".")[2] in added for name in raised.classes):
+    classes, unreadable = classes_of(error), unreadable_values(error)
+    kind = next((MODEL_FAILURES[name] for name in classes if name in MODEL_FAILURES), None)
+    if kind is None and any(name in added or name.partition(".")[2] in added for name in classes):
         kind = "declared"
-    if kind is None and any(refusal in raised.message for refusal in refusals):
+    if kind is None and any(refusal in str(error) for refusal in refusals):
         return "prompt_too_long"
-    if kind is None and raised.unreadable and is_sampled(raised.unreadable, interactions):
+    if kind is None and unreadable and is_sampled(unreadable, interactions):
         kind = "invalid_output"
     if kind == "invalid_output" and interactions and interactions[-1].response.stop_reason == "length":
         return "truncated"
-    if kind is None and raised.origins:
-        return failure_of(raised.origins[0], interactions, refusals, added)
+    if kind is None and error.__cause__ is not None:
+        return failure_of(error.__cause__, interactions, refusals, added)
     return kind
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from areal_core.agent import EpisodeFailed
 from areal_core.agent.conversation import Call, Interaction, Message, ToolCall
-from areal_core.agent.failures import FAILURES, describe_raised, failure_of
+from areal_core.agent.failures import FAILURES, failure_of
 from areal_core.rollout.errors import PromptTooLong, ServerDied
 from areal_core.rollout.types import ModelResponse
 from tests.agent.agents_under_test import client_of
@@ -97,8 +97,7 @@ DATABASE = ConnectionError("the database is dead")
 def test_an_exception_is_the_models_only_on_evidence(error, kind):
     answers = [answered("{city"), answered('{"city": 5, "rain": true}')]
     added = ("own.Refused", "ByClass")
-    raised = describe_raised(error)
-    assert failure_of(raised, answers, [REFUSAL], added) == kind
+    assert failure_of(error, answers, [REFUSAL], added) == kind
 
 
 async def ask(extra, content: str):
