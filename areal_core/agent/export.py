@@ -20,11 +20,10 @@ from areal_core.agent.conversation import BRANCHES, Interaction
 from areal_core.agent.episode_tree import Path, Turn, paths
 from areal_core.agent.errors import NoCompletion, WrongReward
 from areal_core.agent.failures import FAILURES
-from areal_core.data.batch import FINISH_REASONS, pad_and_concat
+from areal_core.data.batch import pad_and_concat
 from areal_core.data.processor import VisionProcessor
 from areal_core.engine.vision_models import image_keys
-from areal_core.rollout.types import ModelResponse
-from areal_core.rollout.workflow import experts_of_row
+from areal_core.rollout.workflow import conversation_row
 
 EXPECTED = "expected a number for the last completion, or a dict of completion ids and numbers"
 
@@ -132,36 +131,3 @@ def turns_of_tokens(interactions: Sequence[Interaction]) -> Tensor:
         turns += [0] * (len(interaction.response.input_tokens) - len(turns))
         turns += [interaction.turn + 1] * len(interaction.response.output_tokens)
     return torch.tensor([turns], dtype=torch.int32)
-
-
-def conversation_row(turns: Sequence[ModelResponse], reward: float, num_shared: int = 0) -> dict[str, Tensor]:
-    """Return one row, `[1, T]` per token and `[1]` per row, of turns that each continue the last.
-
-    The tokens that a prompt adds (a tool's output, a user's answer) are outside of the loss mask:
-    mask 0, logprob 0, version -1. So are those of the first `num_shared` turns, which another row
-    trains.
-    """
-    tokens: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    for number, turn in enumerate(turns):
-        assert turn.input_tokens[: len(tokens)] == tokens
-        num_masked = len(turn.input_tokens) - len(tokens)
-        tokens = turn.input_tokens + turn.output_tokens
-        if number < num_shared:
-            num_masked += len(turn.output_tokens)
-        num_trained = len(tokens) - len(mask) - num_masked
-        mask += [0] * num_masked + [1] * num_trained
-        logprobs += [0.0] * num_masked + turn.output_logprobs[:num_trained]
-        versions += [-1] * num_masked + turn.output_versions[:num_trained]
-    row = {
-        "input_ids": torch.tensor([tokens], dtype=torch.int32),
-        "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool),
-        "loss_mask": torch.tensor([mask], dtype=torch.int32),
-        "logprobs": torch.tensor([logprobs], dtype=torch.float32),
-        "versions": torch.tensor([versions], dtype=torch.int32),
-        "rewards": torch.tensor([reward], dtype=torch.float32),
-        "finish_reason": torch.tensor([FINISH_REASONS.index(turns[-1].stop_reason)], dtype=torch.int32),
-    }
-    return row | experts_of_row(turns)

@@ -6,9 +6,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.agent.chat_template import continuation_tokens
-from areal_core.agent.export import conversation_row
 from areal_core.rollout.types import ModelRequest, ModelResponse, TokenSampler
-from areal_core.rollout.workflow import RewardFn, episode_sampling, prompt_tokens, reward_of
+from areal_core.rollout.workflow import RewardFn, conversation_row, episode_sampling, prompt_tokens, reward_of
 
 FEEDBACK = (
     "That is not right, or the answer could not be read. Think again, and give the answer in the same form."

@@ -145,21 +145,40 @@ def episode_tensors(response: ModelResponse, reward: float) -> dict[str, Tensor]
         float32 and `finish_reason` int32 (0 stop, 1 length, 2 abort), both [1]. Of an engine that
         returns them also `routed_experts` [1, T, layers, width].
     """
-    num_prompt, num_output = len(response.input_tokens), len(response.output_tokens)
+    return conversation_row([response], reward)
 
-    def per_token(on_prompt: float, on_output: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor([[on_prompt] * num_prompt + list(on_output)], dtype=dtype)  # [1, T]
 
+def conversation_row(turns: Sequence[ModelResponse], reward: float, num_shared: int = 0) -> dict[str, Tensor]:
+    """Return one row, `[1, T]` per token and `[1]` per row, of turns that each continue the last.
+
+    The tokens that a prompt adds (a tool's output, a user's answer) are outside of the loss mask:
+    mask 0, logprob 0, version -1. So are those of the first `num_shared` turns, which another row
+    trains.
+    """
+    tokens: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for number, turn in enumerate(turns):
+        assert turn.input_tokens[: len(tokens)] == tokens
+        num_masked = len(turn.input_tokens) - len(tokens)
+        tokens = turn.input_tokens + turn.output_tokens
+        if number < num_shared:
+            num_masked += len(turn.output_tokens)
+        num_trained = len(tokens) - len(mask) - num_masked
+        mask += [0] * num_masked + [1] * num_trained
+        logprobs += [0.0] * num_masked + turn.output_logprobs[:num_trained]
+        versions += [-1] * num_masked + turn.output_versions[:num_trained]
     row = {
-        "input_ids": torch.tensor([response.input_tokens + response.output_tokens], dtype=torch.int32),
-        "attention_mask": torch.ones(1, num_prompt + num_output, dtype=torch.bool),
-        "loss_mask": per_token(0, [1] * num_output, torch.int32),
-        "logprobs": per_token(0.0, response.output_logprobs, torch.float32),
-        "versions": per_token(-1, response.output_versions, torch.int32),
+        "input_ids": torch.tensor([tokens], dtype=torch.int32),
+        "attention_mask": torch.ones(1, len(tokens), dtype=torch.bool),
+        "loss_mask": torch.tensor([mask], dtype=torch.int32),
+        "logprobs": torch.tensor([logprobs], dtype=torch.float32),
+        "versions": torch.tensor([versions], dtype=torch.int32),
         "rewards": torch.tensor([reward], dtype=torch.float32),
-        "finish_reason": torch.tensor([FINISH_REASONS.index(response.stop_reason)], dtype=torch.int32),
+        "finish_reason": torch.tensor([FINISH_REASONS.index(turns[-1].stop_reason)], dtype=torch.int32),
     }
-    return row | experts_of_row([response])
+    return row | experts_of_row(turns)
 
 
 def experts_of_row(turns: Sequence[ModelResponse]) -> dict[str, Tensor]:

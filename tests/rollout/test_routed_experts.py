@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from areal_core.agent.export import conversation_row
 from areal_core.data.routed_experts import RoutingSizes
 from areal_core.engine.model import load_model
 from areal_core.engine.routers import Routers, routing_sizes_of
 from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling
+from areal_core.rollout.workflow import conversation_row
 from areal_core.testing import make_tiny_family, make_tiny_tokenizer
 from tests.rollout.sampled import ask
 
