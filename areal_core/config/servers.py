@@ -1,6 +1,6 @@
 """The options that servers of every engine have, read from the section of the run's engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from areal_core.config.allocation import Allocation
 from areal_core.config.experiment import PPOConfig
@@ -22,38 +22,21 @@ class ServerOptions:
     names: dict[str, str]
 
 
+# Names of these options in a section, whose other options have the name here.
+NAMES = {
+    "sglang": {"model": "model_path", "max_adapters": "max_loaded_loras"},
+    "vllm": {"context_length": "max_model_len", "max_adapters": "max_loras"},
+}
+
+
 def server_options(config: PPOConfig, allocation: Allocation) -> ServerOptions:
     """Return the options of the allocation's servers; those of SGLang if it has no servers."""
-    sglang, vllm = config.sglang, config.vllm
-    if allocation.rollout_backend == "vllm":
-        return ServerOptions(
-            vllm.model or config.actor.path,
-            vllm.dtype,
-            vllm.max_model_len,
-            vllm.enable_lora,
-            vllm.max_lora_rank,
-            vllm.max_loras,
-            {
-                "context_length": "vllm.max_model_len",
-                "enable_lora": "vllm.enable_lora",
-                "max_lora_rank": "vllm.max_lora_rank",
-                "max_adapters": "vllm.max_loras",
-            },
-        )
-    return ServerOptions(
-        sglang.model_path or config.actor.path,
-        sglang.dtype,
-        sglang.context_length,
-        bool(sglang.enable_lora),
-        sglang.max_lora_rank,
-        sglang.max_loaded_loras,
-        {
-            "context_length": "sglang.context_length",
-            "enable_lora": "sglang.enable_lora",
-            "max_lora_rank": "sglang.max_lora_rank",
-            "max_adapters": "sglang.max_loaded_loras",
-        },
-    )
+    engine = "vllm" if allocation.rollout_backend == "vllm" else "sglang"
+    options = [field.name for field in fields(ServerOptions) if field.name != "names"]
+    names = {option: NAMES[engine].get(option, option) for option in options}
+    values = {option: getattr(getattr(config, engine), name) for option, name in names.items()}
+    values |= {"model": values["model"] or config.actor.path, "enable_lora": bool(values["enable_lora"])}
+    return ServerOptions(**values, names={option: f"{engine}.{name}" for option, name in names.items()})
 
 
 def serves_adapters(config: PPOConfig) -> bool:
