@@ -19,7 +19,7 @@ def main(plan_file: str, host: str, names: str, index: str) -> int:
     with ended_on_signals():
         server = start_server(plan, host)
         try:
-            FolderNames(names).add(f"servers/{index}", server.server.address, replace=True)
+            FolderNames(names).add(f"servers/{index}", server.server.address)
             return shell_code(server.process.wait())
         finally:
             server.stop()

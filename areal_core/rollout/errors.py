@@ -7,7 +7,6 @@ ValueError
   MalformedEpisode       a workflow's tensors that cannot become rows of a batch
   WrongServer            an invalid address, or a server of another protocol version or model
   BadName                a name that the name service cannot store
-  NameTaken              an entry of the name service that exists already
   NoSuchName             an entry of the name service that does not exist
 RuntimeError
   NoServers              no inference server is configured or discovered
@@ -47,10 +46,6 @@ class WrongServer(ValueError):
 
 class BadName(ValueError):
     """A name that the name service cannot store."""
-
-
-class NameTaken(ValueError):
-    """An entry of the name service that exists already."""
 
 
 class NoSuchName(ValueError):

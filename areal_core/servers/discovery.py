@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_core.environment import ADDRESSES_VARIABLE
-from areal_core.rollout.errors import BadName, NameTaken, NoServers, NoSuchName
+from areal_core.rollout.errors import BadName, NoServers, NoSuchName
 from areal_core.safety.private import check_owner, make_private, read_owned
 from areal_core.servers.server import Server, is_healthy, servers_from_environment, wait_until_healthy
 
@@ -39,26 +39,9 @@ class FolderNames:
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
 
-    def add(self, name: str, value: str, *, replace: bool = False) -> None:
-        """Add an entry.
-
-        Raises:
-            NameTaken: it exists and `replace` is false.
-            BadName: the name is invalid.
-        """
+    def add(self, name: str, value: str) -> None:
+        """Add an entry, or replace it. Raises `BadName`: the name is invalid."""
         folder = self.root.joinpath(*parts_of(name))
-        new = self._write_new(folder, value)
-        try:
-            if replace:
-                os.replace(new, folder / ENTRY)
-            else:
-                os.link(new, folder / ENTRY)  # unlike a rename it fails if it exists, also on NFS
-        except FileExistsError as error:
-            raise NameTaken(f"{name} is there already, under {self.root}") from error
-        finally:
-            new.unlink(missing_ok=True)
-
-    def _write_new(self, folder: Path, value: str) -> Path:
         new = folder / f".{uuid.uuid4().hex}"
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
@@ -69,7 +52,7 @@ class FolderNames:
             except (FileNotFoundError, FileExistsError):
                 if not attempts_left:
                     raise
-        return new
+        os.replace(new, folder / ENTRY)
 
     def get(self, name: str) -> str:
         """Return the text of an entry. Raises `NoSuchName`."""
