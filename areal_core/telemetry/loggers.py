@@ -154,19 +154,14 @@ def without_none(options: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class StatsLogger:
-    """Pass the statistics of every `every_steps`-th step to all loggers, on rank 0 only."""
+    """Pass the statistics of a step to all loggers, and to the printers; rank 0 alone has some."""
 
     loggers: Sequence[Logger] = ()
     printers: Sequence[Callable[[int, Stats], None]] = ()
-    rank: int = 0
-    every_steps: int = 1
 
     def commit(self, step: int, stats: Stats) -> None:
         """Log a step, counted from 0."""
-        if self.rank != 0 or (step + 1) % self.every_steps:
-            return
-        destinations: list[Callable[[int, Stats], None]] = [*self.loggers, *self.printers]
-        for log in destinations:
+        for log in (*self.loggers, *self.printers):
             log(step, stats)
 
     def close(self) -> None:

@@ -349,7 +349,7 @@ def build_loggers(
     prints = print_steps and ranks.rank == 0
     with RunLines(config, *steps, prints) as lines:
         if ranks.rank != 0:
-            yield StatsLogger(rank=ranks.rank)
+            yield StatsLogger()
             return
         folder = run_folder(config, "logs")
         if steps[0] == 0:
