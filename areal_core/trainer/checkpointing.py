@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 from transformers import PreTrainedTokenizerBase
@@ -55,6 +55,7 @@ from areal_core.engine.ranks import Ranks
 from areal_core.errors import CheckpointError, CheckpointNotWritten, DatasetError, EngineError
 from areal_core.launch.run import RECOVER_RUN
 from areal_core.paths import run_folder
+from areal_core.rollout.source import RolloutSource
 from areal_core.safety.durable import commit_file, disk_errors_as_warnings, remove_folder, sentence_of
 
 State = dict[str, Any]  # of a rank's data source, as JSON types
@@ -110,16 +111,6 @@ class Frequency:
 
     def continue_after(self, elapsed_s: float) -> None:
         self._last = self.clock() - elapsed_s
-
-
-class Source(Protocol):
-    """A rank's data source with a state, in JSON types."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +187,7 @@ class Recovery:
         self._rng = rng_state()  # building the source may draw random numbers
         return self._position
 
-    def restore(self, source: Source) -> bool:
+    def restore(self, source: RolloutSource) -> bool:
         """Restore source and timers; return whether a checkpoint was loaded.
 
         If so, the source does not have its weights yet.
@@ -216,7 +207,7 @@ class Recovery:
         set_rng_state(self._rng)
         return True
 
-    def save_when_due(self, step: int, version: int, engines: Engines, source: Source) -> Path | None:
+    def save_when_due(self, step: int, version: int, engines: Engines, source: RolloutSource) -> Path | None:
         """Take a checkpoint after `step` if one of `recover.freq_*` has passed; a collective.
 
         Returns:
