@@ -161,7 +161,8 @@ class StatsLogger:
 
     def commit(self, step: int, stats: Stats) -> None:
         """Log a step, counted from 0."""
-        for log in (*self.loggers, *self.printers):
+        destinations: list[Callable[[int, Stats], None]] = [*self.loggers, *self.printers]
+        for log in destinations:
             log(step, stats)
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -22,28 +21,21 @@ class DPOTrainer(SupervisedTrainer):
     Args:
         train_dataset: pairs (`get_dataset` with type "dpo").
         valid_dataset: validation pairs; by default those of `config.valid_dataset`, if it is set.
-        hooks: those of `SupervisedTrainer`.
+        source, observers, ...: as of `SupervisedTrainer`.
     """
 
     name = "dpo"
     granularity = ROWS_PER_PAIR
 
-    def __init__(
-        self,
-        config: DPOConfig,
-        train_dataset: Sequence[Pair] | None = None,
-        valid_dataset: Sequence[Pair] | None = None,
-        **hooks: Any,
-    ) -> None:
-        super().__init__(config, train_dataset, valid_dataset, **hooks)
-        is_adapted = is_base_of(config.ref, config.actor) and not self.only_evaluates
+    def build_more(self) -> None:
+        config = self.config
+        assert isinstance(config, DPOConfig)
+        self.options = config.actor
         self.reference: FSDPEngine | BaseReference = (
             BaseReference(self.actor)
-            if is_adapted
+            if is_base_of(config.ref, config.actor)
             else build_scorer(config.ref or replace(config.actor, use_lora=False), self.ranks)
         )
-        self.options = config.actor
-        self.restore()
 
     def to_batch(self, pairs: Sequence[Pair]) -> Batch:
         return pairs_to_batch(pairs)

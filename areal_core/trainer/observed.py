@@ -2,9 +2,9 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +14,9 @@ from areal_core.engine.checkpoint.distributed import save_checkpoint
 from areal_core.engine.fsdp import FSDPEngine
 from areal_core.engine.ranks import Ranks
 from areal_core.safety.secrets import masker
-from areal_core.trainer.checkpointing import step_of
+from areal_core.telemetry.stats import Stats
+from areal_core.trainer import build
+from areal_core.trainer.checkpointing import Recovery, Saver, step_of
 from areal_core.trainer.trace_hooks import NO_TRACING, Tracing
 
 logger = logging.getLogger(__name__)
@@ -35,9 +37,52 @@ class ObservedRun:
     processor: VisionProcessor | None
     engines: dict[str, FSDPEngine]
     observers: list[Observer]
+    stats: Stats
+    recovery: Recovery
+    saver: Saver
     takes_checksums = False
     tracing: Tracing = NO_TRACING
     first_step = version = 0
+
+    def _join(self, join: Callable[[Any], Ranks], config: Any) -> None:
+        """Set this process up as a rank of the job, and load the tokenizer; a collective."""
+        self._cleanup = contextlib.ExitStack()
+        self.ranks = join(config)
+        self._cleanup.callback(self.ranks.leave)
+        self.tokenizer = build.load_tokenizer(config)
+        self.stats = Stats(self.ranks.is_group_leader, self.ranks.gather_objects)
+
+    def _build_saving(self, steps_per_epoch: int) -> None:
+        """Build what writes recovery checkpoints and models, closed with the run."""
+        self.recovery = Recovery(self.config, self.ranks, steps_per_epoch)
+        self._cleanup.callback(self.recovery.close)
+        timer = build.build_frequency(self.config.saver, self.ranks, steps_per_epoch)
+        self.recovery.keep("saver", timer)
+        self.saver = Saver(self.config, self.engines, self.tokenizer, timer)
+        self._cleanup.callback(self.saver.close)
+
+    def _build_tracing(self) -> None:
+        continued = self.first_step > 0
+        self.tracing = build.build_tracing(self.config, self.ranks, self.stats, continued=continued)
+        self._cleanup.callback(self.tracing.close)
+
+    def _make_observers(self, factories: Sequence[Callable[[Any], Observer]]) -> None:
+        """Make the observers of this rank; a collective.
+
+        Checksums are collectives: if one rank has an observer, all ranks compute them.
+        """
+        self.observers = [make(self) for make in factories]
+        self.takes_checksums = self.ranks.maximum(len(self.observers)) > 0
+
+    def close(self) -> None:
+        """Release processes, connections and the process group."""
+        self._cleanup.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def checksums(self, plan: dict[str, Any] | None = None) -> dict[str, str]:
         """Return the crc32c of every trained parameter by name (a critic's: `critic.NAME`).

@@ -1,12 +1,10 @@
 """Training of a reward model: of a pair, the chosen answer is trained to score higher."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from areal_core.algorithm.losses import reward_model_loss
-from areal_core.config import RWConfig
 from areal_core.data.batch import Batch
 from areal_core.engine.scores import load_score_model
 from areal_core.trainer.batches import ROWS_PER_PAIR, Pair, num_pairs, pairs_to_batch, record_pairs
@@ -19,22 +17,12 @@ class RWTrainer(SupervisedTrainer):
     Args:
         train_dataset: pairs (`get_dataset` with type "rw").
         valid_dataset: validation pairs; by default those of `config.valid_dataset`, if it is set.
-        hooks: those of `SupervisedTrainer`.
+        source, observers, ...: as of `SupervisedTrainer`.
     """
 
     name = "rw"
     granularity = ROWS_PER_PAIR
     load = staticmethod(load_score_model)
-
-    def __init__(
-        self,
-        config: RWConfig,
-        train_dataset: Sequence[Pair] | None = None,
-        valid_dataset: Sequence[Pair] | None = None,
-        **hooks: Any,
-    ) -> None:
-        super().__init__(config, train_dataset, valid_dataset, **hooks)
-        self.restore()
 
     def to_batch(self, pairs: Sequence[Pair]) -> Batch:
         return pairs_to_batch(pairs)

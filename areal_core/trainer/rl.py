@@ -28,7 +28,6 @@ from areal_core.rollout.workflow import RLVRWorkflow, RolloutWorkflow
 from areal_core.telemetry.loggers import StatsLogger
 from areal_core.telemetry.stats import Stats
 from areal_core.trainer import build, build_models, build_rollouts
-from areal_core.trainer.checkpointing import Recovery, Saver
 from areal_core.trainer.computed_by import identity
 from areal_core.trainer.evaluation import (
     Evaluation,
@@ -201,13 +200,9 @@ class PPOTrainer(ObservedRun):
         device = None if self.trains or not config.allocation.has_servers else "cpu"
         if self.trains and total_steps is None:
             total_steps = build.count_steps(config, len(train_dataset or ()))
-        self._cleanup = contextlib.ExitStack()
-        self.ranks = join(replace(config, device=device) if device else config)
-        self._cleanup.callback(self.ranks.leave)
-        self.tokenizer = build.load_tokenizer(config)
+        self._join(join, replace(config, device=device) if device else config)
         # Of rollouts and validation: kept apart and not recorded, because a replay has neither.
         self.live_stats = Stats(self.ranks.is_group_leader, self.ranks.gather_objects)
-        self.stats = Stats(self.ranks.is_group_leader, self.ranks.gather_objects)
         self.built_objective = self.objective = build_objective(
             config.actor, self.ranks.sum, self.stats, config.teacher, config.gconfig.reward_normalization
         )
@@ -222,10 +217,8 @@ class PPOTrainer(ObservedRun):
             self.processor = build.load_processor_of(config)
             self.reward_model = build_models.build_reward_model(config, self.ranks, self.tokenizer)
             self.total_steps = self.end_step = len(evaluated_models(config))
-        self.observers = [make(self) for make in observers]
-        if self.trains:
-            # Checksums are collectives: if one rank has an observer, all ranks compute them.
-            self.takes_checksums = self.ranks.maximum(len(self.observers)) > 0
+        self._make_observers(observers)
+        self.takes_checksums = self.takes_checksums and self.trains
 
     def _build(
         self,
@@ -256,18 +249,12 @@ class PPOTrainer(ObservedRun):
             config, trained, self.ranks, self.tokenizer, self.stats, stops_at_nonfinite
         )
         self.steps_per_epoch = max(len(self.train_dataset or ()) // config.train_dataset.batch_size, 1)
-        self.recovery = Recovery(config, self.ranks, self.steps_per_epoch)
-        self._cleanup.callback(self.recovery.close)
-        saver_timer = build.build_frequency(config.saver, self.ranks, self.steps_per_epoch)
-        self.recovery.keep("saver", saver_timer)
-        self.saver = Saver(config, self.engines, self.tokenizer, saver_timer)
-        self._cleanup.callback(self.saver.close)
+        self._build_saving(self.steps_per_epoch)
         position = self.recovery.load(self.engines, checkpoint)
         self.first_step, self.version = position.step, position.version
         self.end_step = total_steps if stop_after is None else min(total_steps, stop_after + 1)
         self.source = source(self) if source else None
-        self.tracing = build.build_tracing(config, self.ranks, self.stats, continued=self.first_step > 0)
-        self._cleanup.callback(self.tracing.close)
+        self._build_tracing()
 
     def train(
         self,
@@ -435,13 +422,3 @@ class PPOTrainer(ObservedRun):
         return {
             name: identity(value, self.built_objective) for name, value in parts.items() if value is not None
         }
-
-    def close(self) -> None:
-        """Release processes, connections and the process group."""
-        self._cleanup.close()
-
-    def __enter__(self) -> "PPOTrainer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

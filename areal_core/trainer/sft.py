@@ -7,7 +7,6 @@ from torch import Tensor
 
 from areal_core.algorithm.alignment import segment_ids, segment_sum
 from areal_core.algorithm.losses import sft_loss
-from areal_core.config import SFTConfig
 from areal_core.data.batch import Batch
 from areal_core.telemetry.stats import Reduce
 from areal_core.trainer.batches import record_rows, rows_to_batch
@@ -22,20 +21,10 @@ class SFTTrainer(SupervisedTrainer):
         train_dataset: rows with `input_ids` and `loss_mask`, lists of int (`get_dataset` with type
             "sft"); for a vision model also with `images`, see `rows_to_batch`.
         valid_dataset: validation rows; by default those of `config.valid_dataset`, if it is set.
-        hooks: those of `SupervisedTrainer`.
+        source, observers, ...: as of `SupervisedTrainer`.
     """
 
     name = "sft"
-
-    def __init__(
-        self,
-        config: SFTConfig,
-        train_dataset: Sequence[dict[str, Any]] | None = None,
-        valid_dataset: Sequence[dict[str, Any]] | None = None,
-        **hooks: Any,
-    ) -> None:
-        super().__init__(config, train_dataset, valid_dataset, **hooks)
-        self.restore()
 
     def to_batch(self, rows: Sequence[dict[str, Any]]) -> Batch:
         return rows_to_batch(rows, has_images=self.actor.vision is not None)

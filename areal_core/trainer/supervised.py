@@ -1,21 +1,19 @@
 """Base of the supervised methods: a model, training and validation rows, and the loop over them."""
 
-import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from areal_core.config import DPOConfig, RWConfig, SFTConfig
-from areal_core.data import PromptLoader, get_dataset
+from areal_core.data import PromptLoader
 from areal_core.data.batch import RAGGED, Batch
-from areal_core.data.read import full_batches
 from areal_core.data.rows import Row
 from areal_core.engine.determinism import rng_state
 from areal_core.engine.fsdp import FSDPEngine
@@ -24,16 +22,16 @@ from areal_core.engine.ranks import Ranks
 from areal_core.engine.recompute import device_identity
 from areal_core.errors import ConfigError
 from areal_core.rollout.source import RolloutSource, WithoutEngine
-from areal_core.telemetry.stats import Stats
 from areal_core.trainer import build
 from areal_core.trainer.batches import measure_rows, next_token_aligned
-from areal_core.trainer.checkpointing import Frequency, Recovery, Saver
+from areal_core.trainer.checkpointing import Frequency
 from areal_core.trainer.evaluation import (
     EvaluationResults,
     complete_model,
     evaluated_models,
     evaluated_rows,
     evaluates_only,
+    validation_rows,
 )
 from areal_core.trainer.nonfinite import NonFiniteGuard
 from areal_core.trainer.observed import ObservedRun, Observer
@@ -53,8 +51,8 @@ def never(step: int) -> bool:
 class SupervisedTrainer(ObservedRun, ABC):
     """One model, its rows, and everything around its steps, as a context manager.
 
-    A method defines the batch of its rows, the loss, its denominator, and the results per row; its
-    constructor builds what else it needs, then calls `restore`. With an allocation of evaluation
+    A method defines the batch of its rows, the loss, its denominator, and the results per row, and
+    builds what else it needs in `build_more`. With an allocation of evaluation
     ('fsdp:d1|eval') there is no `actor` before `train`, which builds one for each model.
 
     Args:
@@ -101,15 +99,18 @@ class SupervisedTrainer(ObservedRun, ABC):
             total_steps = build.count_steps(config, len(self.train_dataset))
         self.total_steps = total_steps
         self.end_step = total_steps if stop_after is None else min(total_steps, stop_after + 1)
-        self._cleanup = contextlib.ExitStack()
-        self.ranks = join(config)
-        self._cleanup.callback(self.ranks.leave)
-        self.tokenizer = build.load_tokenizer(config)
-        self.stats = Stats(self.ranks.is_group_leader, self.ranks.gather_objects)
+        self._join(join, config)
         self.observers = []
-        if self.only_evaluates:
-            return
-        self._make_observers, self._checkpoint = observers, checkpoint
+        if not self.only_evaluates:
+            self._build(source, stops_at_nonfinite)
+        self.build_more()
+        if not self.only_evaluates:
+            self._restore(checkpoint)
+            self._make_observers(observers)
+
+    def _build(self, source: Callable[[Any], RolloutSource] | None, stops_at_nonfinite: bool) -> None:
+        """Build what trains: the model, its source of batches, guard, recovery and validation."""
+        config = self.config
         self.device_identity = device_identity(self.ranks.device)
         self.actor = self._build_actor(config.actor.path)
         self.processor = self.actor.processor
@@ -124,15 +125,14 @@ class SupervisedTrainer(ObservedRun, ABC):
         else:
             rows = DatasetRows(build.build_loader(config, self.ranks, self.train_dataset), self)
             self.source, steps_per_epoch = rows, rows.loader.steps_per_epoch
-        self.recovery = Recovery(config, self.ranks, steps_per_epoch)
-        self._cleanup.callback(self.recovery.close)
-        saving = self.recovery.keep("saver", build.build_frequency(config.saver, self.ranks, steps_per_epoch))
-        self.saver = Saver(config, self.engines, self.tokenizer, saving)
-        self._cleanup.callback(self.saver.close)
+        self._build_saving(steps_per_epoch)
         self.validation: Validation | None = None
         if source is None:
-            self.validation = build_validation(self, valid_dataset, steps_per_epoch)
+            self.validation = build_validation(self, self.valid_dataset, steps_per_epoch)
             self.recovery.keep("evaluator", self.validation.frequency)
+
+    def build_more(self) -> None:
+        """Build what the method needs besides the model, before a checkpoint is loaded."""
 
     @abstractmethod
     def to_batch(self, rows: Sequence[Row]) -> Batch:
@@ -160,18 +160,11 @@ class SupervisedTrainer(ObservedRun, ABC):
         actor.granularity = self.granularity
         return actor
 
-    def restore(self) -> None:
+    def _restore(self, checkpoint: Path | None) -> None:
         """Continue from the newest complete checkpoint, if `recover.mode` says so; a collective."""
-        if self.only_evaluates:
-            return
-        self.first_step = self.version = self.recovery.load(self.engines, self._checkpoint).step
+        self.first_step = self.version = self.recovery.load(self.engines, checkpoint).step
         self.recovery.restore(self.source)
-        continued = self.first_step > 0
-        self.tracing = build.build_tracing(self.config, self.ranks, self.stats, continued=continued)
-        self._cleanup.callback(self.tracing.close)
-        self.observers = [make(self) for make in self._make_observers]
-        # Checksums are collectives: if one rank has an observer, all ranks compute them.
-        self.takes_checksums = self.ranks.maximum(len(self.observers)) > 0
+        self._build_tracing()
 
     def train(self, stop: Callable[[int], bool] = never) -> None:
         """Train to the last step, or the first after which `stop(step)` is true; write the model.
@@ -283,12 +276,6 @@ class SupervisedTrainer(ObservedRun, ABC):
 
         return measure_rows(self.actor, rows, lambda chosen: self.inputs(self.to_batch(chosen)), results)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._cleanup.close()
-
 
 @dataclass(frozen=True)
 class DatasetRows(WithoutEngine):
@@ -333,9 +320,7 @@ def build_validation(
     """
     config = trainer.config
     if rows is None and config.valid_dataset is not None:
-        rows = full_batches(
-            get_dataset(config.valid_dataset, tokenizer=trainer.tokenizer), config.valid_dataset
-        )
+        rows = validation_rows(config, None, trainer.tokenizer)
     frequency = build.build_frequency(config.evaluator, trainer.ranks, steps_per_epoch)
     if not rows and (frequency.is_set or config.evaluator.eval_before_train):
         raise ConfigError(
