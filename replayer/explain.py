@@ -23,7 +23,7 @@ from areal_core.data.batch import Batch
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.ranks import Ranks
 from areal_core.telemetry.stats import Stats
-from areal_core.trainer.nonfinite import COLUMNS, broken_tensors, gradient_of
+from areal_core.trainer.nonfinite import COLUMNS, broken_tensors
 from areal_core.trainer.objective import PolicyObjective
 from areal_core.trainer.observed import Observer
 from areal_core.trainer.rl import PPOTrainer
@@ -209,7 +209,7 @@ class Explainer:
                 along, length = (float(ranks.sum_parts(dot(own, other))) for other in (full, own))
                 # collectives, whoever owns the sample
                 stats = self.objective.stats.export()
-                broken = None if math.isfinite(length) else broken_tensors(self.trainer.actor, gradient_of)
+                broken = None if math.isfinite(length) else broken_tensors(self.trainer.actor, gradients=True)
                 if is_mine:
                     of_gradient = along / norm**2 if has_shares else math.nan
                     own_norm = length**0.5 / (norm if has_shares else 1.0)

@@ -119,7 +119,7 @@ class NonFiniteGuard:
         if float(self.ranks.sum_parts((~largest.isfinite()).sum())) == 0:
             return
         for name, engine in engines.items():
-            if (what := broken_tensors(engine, weights_of)) is not None:
+            if (what := broken_tensors(engine)) is not None:
                 found = self.message(f"{where}, {name}: the weight {what} is not finite", step)
                 self.stopped = NonFiniteError(found)
                 return
@@ -233,7 +233,7 @@ def find_cause(
 
     The weights, and the random numbers of this process, stay as they are; gradients do not.
     """
-    if (what := broken_tensors(engine, weights_of)) is not None:
+    if (what := broken_tensors(engine)) is not None:
         return Cause(f"weight {what}")
     random_numbers = rng_state()
     try:
@@ -247,13 +247,11 @@ def find_cause(
         set_rng_state(random_numbers)
 
 
-def broken_tensors(
-    engine: FSDPEngine, tensor_of: Callable[[torch.nn.Parameter], Tensor | None]
-) -> str | None:
-    """Name the parameters of which any rank's shard is not finite; a collective."""
+def broken_tensors(engine: FSDPEngine, gradients: bool = False) -> str | None:
+    """Name the parameters of which any rank's shard, or its gradient, is not finite; a collective."""
     mine = set()
     for name, parameter in engine.model.named_parameters():
-        tensor = tensor_of(parameter)
+        tensor = parameter.grad if gradients else parameter.detach()
         if tensor is not None and not bool(local_of(tensor).isfinite().all()):
             mine.add(name)
     everywhere = set().union(*engine.ranks.gather_objects(mine))
@@ -261,15 +259,6 @@ def broken_tensors(
     if not broken:
         return None
     return broken[0] + (f" (and {len(broken) - 1} more)" if len(broken) > 1 else "")
-
-
-def weights_of(parameter: torch.nn.Parameter) -> Tensor:
-    return parameter.detach()
-
-
-def gradient_of(parameter: torch.nn.Parameter) -> Tensor | None:
-    """Return the gradient of a parameter, None without one."""
-    return parameter.grad
 
 
 def broken_column(ranks: Ranks, inputs: Batch) -> Cause | None:
@@ -348,7 +337,7 @@ def broken_gradient(
         suspects = half if gradient_breaks(half) else suspects[len(half) :]
     if suspects and not gradient_breaks(suspects):
         suspects = []  # only the sum of several rows is too large
-    what = broken_tensors(engine, gradient_of)
+    what = broken_tensors(engine, gradients=True)
     assert engine.optimizer is not None
     engine.optimizer.zero_grad()
     return Cause(f"gradient of {what}" if what else "gradient norm", mine(suspects), is_example=True)
