@@ -356,7 +356,7 @@ class FleetClient:
                     for other, refusal in refused.items():
                         self._reject(other, f"http_{refusal.status}", str(refusal))
                     return server, chunk
-                self.health.stale(server, f"restarted without the weights of version {version}")
+                self.health.change(server, State.STALE, f"restarted without the weights of version {version}")
                 self._select()
             if failed.total() > MAX_FAILURES:
                 raise ServerDied(f"a request failed {MAX_FAILURES} times: {self._last_failure}")
@@ -463,7 +463,7 @@ class FleetClient:
         if self._lora_name is None:
             return False
         if (held := await self._version_on(server)) < version:
-            self.health.stale(server, f"restarted without the adapter of version {version}")
+            self.health.change(server, State.STALE, f"restarted without the adapter of version {version}")
             self._select()
         return held != version
 
@@ -529,7 +529,7 @@ class FleetClient:
             version = self._wire.parse_weight_version(body)
         except aiohttp.ClientConnectorError as error:
             if not is_own_error(error):
-                self.health.lost(server, f"it refuses connections: {error}")
+                self.health.change(server, State.LOST, f"it refuses connections: {error}")
         except (aiohttp.ClientError, TimeoutError, RequestRefused, MalformedReply) as error:
             # A late answer proves nothing where this event loop itself was blocked.
             in_time = loop.time() - started < 2 * self._health_timeout_s
@@ -570,7 +570,7 @@ class FleetClient:
             self.health.rejected(server, "trial", str(error), is_trial=True)
         else:
             if chunk.tokens:  # an aborted reply may hold none, and proves nothing
-                self.health.acquitted(server)
+                self.health.change(server, State.SERVING, "its trial request passed")
         self._select()
 
 

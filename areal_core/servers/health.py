@@ -187,17 +187,11 @@ class Health:
                     record, State.QUARANTINED, f"{record.example}; its next trial is in {seconds:.0f} s"
                 )
 
-    def acquitted(self, server: Server) -> None:
-        """End a quarantine: the trial has passed."""
-        self._change(server, State.SERVING, "its trial request passed")
-
-    def lost(self, server: Server, reason: str) -> None:
-        """Note that a server refuses connections."""
-        self._change(server, State.LOST, reason)
-
-    def stale(self, server: Server, reason: str) -> None:
-        """Note that a server holds older weights."""
-        self._change(server, State.STALE, reason)
+    def change(self, server: Server, state: State, reason: str) -> None:
+        """Set the state of a server; the reason is logged."""
+        record = self.record(server)
+        with self._lock:
+            self._set(record, state, reason)
 
     def missed(self, server: Server, reason: str) -> None:
         """Count a query without an answer."""
@@ -229,11 +223,6 @@ class Health:
         with self._lock:
             if record.state is not State.QUARANTINED:
                 self._set(record, State.SERVING, "it answers, with the current weights")
-
-    def _change(self, server: Server, state: State, reason: str) -> None:
-        record = self.record(server)
-        with self._lock:
-            self._set(record, state, reason)
 
     def _set(self, record: ServerRecord, state: State, reason: str) -> None:
         if record.state is state:
