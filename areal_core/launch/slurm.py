@@ -131,30 +131,25 @@ def machine_options(job: Job, placement: Placement) -> dict[str, str]:
 
 
 def job_to_json(job: Job) -> dict[str, object]:
-    return {
-        "script_argv": list(job.script_argv),
+    return vars(job) | {
         "method": next(name for name, kind in METHODS.items() if isinstance(job.config, kind)),
         "config": config_to_dict(job.config),
         "allocation": str(job.allocation),
         "env": dict(job.env),
         "log_dir": str(job.log_dir),
-        "with_servers": job.with_servers,
-        "given_servers": job.given_servers,
     }
 
 
 def read_job(file: Path) -> Job:
     content = json.loads(file.read_text())
-    config_class = METHODS[content["method"]]
-    return Job(
-        tuple(content["script_argv"]),
-        config_from_dict(content["config"], config_class, source=str(file)),
-        parse_allocation(content["allocation"]),
-        content["env"],
-        Path(content["log_dir"]),
-        content["with_servers"],
-        content["given_servers"],
-    )
+    config_class = METHODS[content.pop("method")]
+    parsed = {
+        "script_argv": tuple(content["script_argv"]),
+        "config": config_from_dict(content["config"], config_class, source=str(file)),
+        "allocation": parse_allocation(content["allocation"]),
+        "log_dir": Path(content["log_dir"]),
+    }
+    return Job(**content | parsed)
 
 
 def run_steps(job: Job, placement: Placement) -> int:
