@@ -129,8 +129,10 @@ def tokenized(
 def length_of(row: Row, kind: str, tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the tokens of a converted row: of the prompt, the row, or a pair's longer side."""
     if kind == "rl":
-        return num_prompt_tokens(row, tokenizer)
-    return num_tokens(row) if kind == "sft" else max(len(row["chosen_ids"]), len(row["rejected_ids"]))
+        return len(chat_ids(row["messages"], tokenizer, add_generation_prompt=True))
+    if kind == "sft":
+        return len(row["input_ids"])
+    return max(len(row["chosen_ids"]), len(row["rejected_ids"]))
 
 
 def rl_rows(rows: Sequence[Row], path: str) -> list[Row]:
@@ -291,16 +293,6 @@ def rl_row(row: Row, where: str) -> Row:
         rest = {key: value for key, value in row.items() if key != "prompt"}
         return {"messages": [{"role": "user", "content": row["prompt"]}], **rest}
     raise DatasetError(f"{where} has {', '.join(row) or 'no fields'}; expected messages, question or prompt")
-
-
-def num_prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the length of the prompt of an "rl" row."""
-    return len(chat_ids(row["messages"], tokenizer, add_generation_prompt=True))
-
-
-def num_tokens(row: Row) -> int:
-    """Return the length of an "sft" row."""
-    return len(row["input_ids"])
 
 
 def arithmetic_rows(
