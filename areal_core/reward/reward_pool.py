@@ -164,22 +164,13 @@ def encoded(call: Call) -> str | RewardError:
 
 
 def outcome_of(reply: bytes) -> float | RewardError:
-    try:
-        return float(reward_of(json.loads(reply)))
-    except RewardError as error:
-        return error
-
-
-def reward_of(reply: dict[str, Any]) -> float:
-    """Return the number in a worker's reply (`reward_worker.answer`).
-
-    Raises RewardError if there is none.
-    """
-    if reply["error"]:
-        raise RewardError(f"raised {reply['error']}\n{reply['traceback'].rstrip()}")
-    if reply["value"] is None or not math.isfinite(reply["value"]):
-        raise RewardError(f"returned {reply['shown']}; expected a finite number")
-    return reply["value"]
+    """Return the number in a worker's reply (`reward_worker.answer`), or why there is none."""
+    found = json.loads(reply)
+    if found["error"]:
+        return RewardError(f"raised {found['error']}\n{found['traceback'].rstrip()}")
+    if found["value"] is None or not math.isfinite(found["value"]):
+        return RewardError(f"returned {found['shown']}; expected a finite number")
+    return float(found["value"])
 
 
 class _Worker:
