@@ -2,8 +2,10 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,6 +14,23 @@ from areal_core.rollout.errors import NoServers
 from areal_core.rollout.types import InferenceEngine, ModelRequest, ModelResponse
 
 MAX_LATENCY_MEANS = 3
+
+
+class TimedEngine:
+    """An engine that reports each response, with the seconds that it took, to `notify`."""
+
+    def __init__(self, engine: InferenceEngine, notify: Callable[[ModelResponse, float], None]) -> None:
+        self._engine, self._notify = engine, notify
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Sample one completion."""
+        began = time.monotonic()
+        response = await self._engine.agenerate(req)
+        self._notify(response, time.monotonic() - began)
+        return response
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from areal_core.agent.agent_workflow import AgentWorkflow
 from areal_core.rollout.errors import NothingAccepted
 from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
-from areal_core.rollout.types import EpisodeSampler, InferenceEngine, ModelRequest, ModelResponse
+from areal_core.rollout.types import EpisodeSampler, InferenceEngine
 from areal_core.rollout.workflow import RolloutWorkflow
+from areal_debug.agent.engine import TimedEngine
 from areal_debug.agent.loop_monitor import LoopMonitor, LoopReport, percentile
 
 VARIABLE_PART = re.compile(r"0x[0-9a-f]+|[0-9a-f]{16,}|\d+")
@@ -134,44 +135,6 @@ class MeasuredWorkflow:
         return rows
 
 
-@dataclass
-class TimedEngine:
-    """An engine whose calls are timed."""
-
-    engine: InferenceEngine
-    durations_s: list[float] = field(default_factory=list)
-    num_output_tokens: int = 0
-
-    @property
-    def version(self) -> int:
-        return self.engine.version
-
-    @property
-    def is_paused(self) -> bool:
-        """True while the engine accepts no requests."""
-        return self.engine.is_paused
-
-    async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Generate one completion and record how long it took."""
-        began = time.monotonic()
-        response = await self.engine.agenerate(req)
-        self.durations_s.append(time.monotonic() - began)
-        self.num_output_tokens += len(response.output_tokens)
-        return response
-
-    def set_version(self, version: int) -> None:
-        self.engine.set_version(version)
-
-    def pause(self) -> None:
-        self.engine.pause()
-
-    def resume(self) -> None:
-        self.engine.resume()
-
-    def close(self) -> None:
-        self.engine.close()
-
-
 def stress(
     workflow: RolloutWorkflow,
     engine: InferenceEngine,
@@ -184,12 +147,14 @@ def stress(
 
     `names` are those of the agent or workflow, and of the engine.
     """
-    timed, measured = TimedEngine(engine), MeasuredWorkflow(workflow)
+    calls: list[tuple[float, int]] = []  # seconds and number of tokens of each
+    timed = TimedEngine(engine, lambda answer, took_s: calls.append((took_s, len(answer.output_tokens))))
+    measured = MeasuredWorkflow(workflow)
     executor = Executor(timed, StalenessControl(num_prompts + 1, num_prompts))
     prompts = list(enumerate(itertools.islice(itertools.cycle(data), num_prompts)))
     # A warm-up that is not measured: libraries import modules lazily, which is slow once.
     run_all(executor, [(num_prompts, prompts[0][1])], MeasuredWorkflow(workflow), 1)
-    timed.durations_s, timed.num_output_tokens = [], 0
+    calls.clear()
     watched = {"rollout": executor.loop}
     if isinstance(workflow, AgentWorkflow):
         watched = {"agents": workflow.agents, **watched}
@@ -213,9 +178,9 @@ def stress(
         wall_s=wall_s,
         num_finished=len(measured.rewards),
         mean_reward=sum(measured.rewards) / len(measured.rewards) if measured.rewards else None,
-        num_output_tokens=timed.num_output_tokens,
+        num_output_tokens=sum(num_tokens for _, num_tokens in calls),
         episodes=latency_of(measured.durations_s),
-        calls=latency_of(timed.durations_s),
+        calls=latency_of([took_s for took_s, _ in calls]),
         errors=group_errors(measured.errors),
         loops=[monitor.report() for monitor in monitors],
         collection=collection,

@@ -8,28 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from areal_core.data.batch import Batch
 from areal_core.rollout.episodes import EpisodeEngine, run_episodes
 from areal_core.rollout.loop_thread import LoopThread
-from areal_core.rollout.types import InferenceEngine, ModelRequest, ModelResponse
+from areal_core.rollout.types import InferenceEngine, ModelResponse
 from areal_core.rollout.workflow import RolloutWorkflow
+from areal_debug.agent.engine import TimedEngine
 from areal_debug.agent.run import EpisodeReport, RowFacts, TurnFacts, facts_of_response, frames_of_agent
-
-
-class CallLog:
-    """A `TokenSampler` that keeps the calls of an engine, with the seconds that each took."""
-
-    def __init__(self, engine: InferenceEngine) -> None:
-        self.engine = engine
-        self.calls: list[tuple[ModelResponse, float]] = []
-
-    @property
-    def version(self) -> int:
-        return self.engine.version
-
-    async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Sample one completion."""
-        began = time.monotonic()
-        response = await self.engine.agenerate(req)
-        self.calls.append((response, time.monotonic() - began))
-        return response
 
 
 def run_workflow(
@@ -47,10 +29,12 @@ def run_workflow(
         index: of the row in its file; names the prompt.
     """
     began = time.monotonic()
-    loop, log = LoopThread(), CallLog(engine)
+    calls: list[tuple[ModelResponse, float]] = []
+    timed = TimedEngine(engine, lambda response, took_s: calls.append((response, took_s)))
+    loop = LoopThread()
     returned, error, error_at = None, None, None
     try:
-        episode = EpisodeEngine(log, index, 0)
+        episode = EpisodeEngine(timed, index, 0)
         [returned] = loop.run(run_episodes([episode], workflow, data, check_format=True))
     except Exception as raised:  # the boundary: any exception of the workflow is reported to the user
         error = f"{type(raised).__name__}: {raised}"
@@ -58,7 +42,7 @@ def run_workflow(
     finally:
         engine.close()
         loop.close()
-    responses = [response for response, _ in log.calls]
+    responses = [response for response, _ in calls]
     rows = [] if returned is None else describe_rows(returned, responses)
     return EpisodeReport(
         agent=names[0],
@@ -66,7 +50,7 @@ def run_workflow(
         row=data,
         turns=[
             describe_call(number, responses[:number], response, seconds, tokenizer)
-            for number, (response, seconds) in enumerate(log.calls)
+            for number, (response, seconds) in enumerate(calls)
         ],
         rows=rows,
         wall_s=time.monotonic() - began,
