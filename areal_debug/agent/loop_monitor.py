@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from areal_core.servers.health import percentile
 from areal_debug.installation import EXAMPLES
 
 BEAT_S = 0.01
@@ -133,8 +134,8 @@ class LoopMonitor:
         return LoopReport(
             name=self.name,
             watched_s=self._beats[-1] - self._beats[0],
-            lag_p50_s=percentile(lags, 0.5),
-            lag_p99_s=percentile(lags, 0.99),
+            lag_p50_s=percentile(lags, 50),
+            lag_p99_s=percentile(lags, 99),
             lag_max_s=lags[-1] if lags else 0.0,
             late_s=late_s,
             stalls=find_stalls(self._samples, self.blocking_s, late_s),
@@ -176,11 +177,6 @@ def lags_over_time(lags: Sequence[float]) -> Iterator[float]:
     for lag in lags:
         yield max(lag, 0.0)
         yield from (lag - i * BEAT_S for i in range(1, int(lag / BEAT_S)))
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the value that `share` of the ordered values do not exceed; 0 of an empty sequence."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def callback_and_stack(frame: FrameType) -> tuple[int, tuple[Place, ...]]:

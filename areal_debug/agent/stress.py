@@ -27,8 +27,9 @@ from areal_core.rollout.pipeline import Executor
 from areal_core.rollout.staleness import StalenessControl
 from areal_core.rollout.types import EpisodeSampler, InferenceEngine
 from areal_core.rollout.workflow import RolloutWorkflow
+from areal_core.servers.health import percentile
 from areal_debug.agent.engine import TimedEngine
-from areal_debug.agent.loop_monitor import LoopMonitor, LoopReport, percentile
+from areal_debug.agent.loop_monitor import LoopMonitor, LoopReport
 
 VARIABLE_PART = re.compile(r"0x[0-9a-f]+|[0-9a-f]{16,}|\d+")
 
@@ -200,8 +201,8 @@ def run_all(
 
 def latency_of(durations_s: Sequence[float]) -> Latency:
     ordered = sorted(durations_s)
-    shares = (percentile(ordered, share) for share in (0.5, 0.9, 0.99, 1.0))
-    return Latency(len(ordered), *shares)
+    values = (percentile(ordered, percent) for percent in (50, 90, 99, 100))
+    return Latency(len(ordered), *values)
 
 
 def group_errors(errors: Sequence[Exception]) -> list[ErrorGroup]:
