@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from areal_core.agent.chat_template import find_parent
 from areal_core.agent.conversation import Interaction, Message
+from areal_core.data.rows import num_shared
 
 Decode = Callable[[list[int]], str]
 
@@ -160,7 +161,7 @@ def begins_with(interaction: Interaction, earlier: Interaction) -> bool:
 def rendered_differently(interaction: Interaction, tree: Sequence[Turn], parent: int, decode: Decode) -> str:
     """Return what the template renders differently in the first sampled turn that differs."""
     ours, theirs = tree[parent].interaction.tokens, interaction.response.input_tokens
-    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(theirs))
+    at = num_shared(ours, theirs)
     changed = parent
     while (before := tree[changed].prefix) is not None and tree[before].interaction.num_tokens > at:
         changed = before

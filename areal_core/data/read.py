@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_core.config.vision_checks import is_of_images
 from areal_core.data.image_rows import LazyRows, image_dataset, shape_rows
-from areal_core.data.rows import Row, chat_ids, sft_row
+from areal_core.data.rows import Row, chat_ids, num_shared, sft_row
 from areal_core.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -367,9 +367,3 @@ def answer_ids(prompt: Any, answer: Any, tokenizer: "PreTrainedTokenizerBase", w
         case _:
             raise DatasetError(f"{where} has no text and no messages to compare; expected {PAIR_FIELDS}")
     return [*prompt_ids, *tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-
-
-def num_shared(chosen: Sequence[int], rejected: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    both = enumerate(zip(chosen, rejected, strict=False))
-    return next((i for i, (a, b) in both if a != b), min(len(chosen), len(rejected)))

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from areal_core.errors import DatasetError
@@ -73,3 +74,15 @@ def sft_row(row: Row, tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[in
         "input_ids": [*prompt, *completion_ids],
         "loss_mask": [0] * len(prompt) + [1] * len(completion_ids),
     }
+
+
+def num_shared(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Return the number of items that two sequences begin with in common."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:  # they agree on `low` items, and not on more than `high`
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -20,9 +20,10 @@ import numpy as np
 from areal_core.agent.agent_workflow import AgentWorkflow, Outcome
 from areal_core.agent.conversation import Interaction
 from areal_core.agent.transcript import encode, from_json, message_facts, options_of
+from areal_core.data.rows import num_shared
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.types import ModelRequest, ModelResponse
-from areal_debug.agent.run import first_unequal, frames_of_agent
+from areal_debug.agent.run import frames_of_agent
 from recorder import Record, RecordError
 from recorder.conversations import calls_before, offered_tools
 from recorder.reader import RecordedStep
@@ -353,7 +354,7 @@ def differing_message(turn: int, recorded: list[Any], now: list[Any]) -> Episode
             kind, what = "tool_result", f"the tool {name} returns something else"
         before, after = was.get("content"), found.get("content")
         if isinstance(before, str) and isinstance(after, str) and before != after:
-            return EpisodeDifference(turn, kind, what, before, after, first_unequal(before, after))
+            return EpisodeDifference(turn, kind, what, before, after, num_shared(before, after))
         return EpisodeDifference(turn, kind, what, was, found)
     return None
 
@@ -379,7 +380,7 @@ def differing_tokens(
 ) -> EpisodeDifference | None:
     if recorded is None or now is None:
         return None
-    at = first_unequal(recorded, now)
+    at = num_shared(recorded, now)
     what = f"the same messages have other tokens from token {at} on: tokenizer or chat template differ"
     return EpisodeDifference(turn, "prompt_tokens", what, recorded[at : at + 8], now[at : at + 8], at)
 

@@ -14,6 +14,7 @@ from areal_core.agent.conversation import BROKEN, Interaction, Message
 from areal_core.agent.episode_tree import Turn
 from areal_core.agent.export import rows_of
 from areal_core.agent.sessions import Session
+from areal_core.data.rows import num_shared
 from areal_core.rollout.episodes import EpisodeEngine
 from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.types import InferenceEngine, ModelResponse
@@ -190,15 +191,9 @@ def first_difference(
 ) -> str:
     """Describe where a prompt diverges from the tokens of the turn that it continues."""
     ours, theirs = parent.tokens, interaction.response.input_tokens
-    at = first_unequal(ours, theirs)
+    at = num_shared(ours, theirs)
     then, now = (tokenizer.decode(tokens[at : at + 6]) for tokens in (ours, theirs))
     return f"from token {at} on the prompt has {now!r}, where turn {parent.turn} had {then!r}"
-
-
-def first_unequal(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """Return the first place at which two sequences differ, or at which the shorter one ends."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def frames_of_agent(error: BaseException) -> list[str]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from areal_core.data.batch import Batch, sequence_lengths
+from areal_core.data.rows import num_shared
 from areal_core.engine.attention import KeyBlocks
 
 Row = list[int]
@@ -83,18 +84,6 @@ def sorted_with_shared(rows: list[Row]) -> list[tuple[int, Row, int]]:
     order = sorted(range(len(rows)), key=lambda index: (rows[index], index))
     pairs = zip([None, *order], order, strict=False)
     return [(i, rows[i], 0 if last is None else num_shared(rows[last], rows[i])) for last, i in pairs]
-
-
-def num_shared(left: Row, right: Row) -> int:
-    """Return the number of tokens that two rows begin with in common."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:  # they agree on `low` tokens, and not on more than `high`
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def rows_of(batch: Batch) -> list[Row]:
