@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -118,7 +119,7 @@ class Tracing:
         self.observers: list[Callable[..., None]] = []
         if trace is None:
             return
-        self.observers.append(TraceObserver(trace))
+        self.observers.append(partial(trace_training, trace))
         if profile_steps:
             self.observers.append(StepProfiler(trace.folder, trace.rank, profile_steps))
         if sessions is not None:
@@ -241,25 +242,21 @@ class TracedUpdate:
         self._trace.counter("weight version", version=version)
 
 
-class TraceObserver:
-    """An observer of the training loop: prompts and staleness of each step, and a final error."""
+def trace_training(trace: Trace, event: str, **facts: Any) -> None:
+    """Observe the training loop: prompts and staleness of each step, and a final error."""
+    if event == "batch":
+        trace_batch(trace, facts["step"], facts["version"], facts["batch"])
+    elif event == "end" and facts["error"] is not None:
+        trace.instant("error", "error", error=facts["error"][:300])
 
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
 
-    def __call__(self, event: str, **facts: Any) -> None:
-        if event == "batch":
-            self._batch(facts["step"], facts["version"], facts["batch"])
-        elif event == "end" and facts["error"] is not None:
-            self._trace.instant("error", "error", error=facts["error"][:300])
-
-    def _batch(self, step: int, version: int, batch: dict[str, Tensor]) -> None:
-        prompts = sorted(set(batch["prompt_id"].tolist()))
-        tokens = int(batch["attention_mask"].sum())
-        self._trace.instant("batch", "batch", step=step, version=version, prompts=prompts, tokens=tokens)
-        staleness = version - batch["versions"][batch["loss_mask"].bool()].float()  # [tokens]
-        if len(staleness):
-            self._trace.counter("staleness", mean=float(staleness.mean()), max=float(staleness.max()))
+def trace_batch(trace: Trace, step: int, version: int, batch: dict[str, Tensor]) -> None:
+    prompts = sorted(set(batch["prompt_id"].tolist()))
+    tokens = int(batch["attention_mask"].sum())
+    trace.instant("batch", "batch", step=step, version=version, prompts=prompts, tokens=tokens)
+    staleness = version - batch["versions"][batch["loss_mask"].bool()].float()  # [tokens]
+    if len(staleness):
+        trace.counter("staleness", mean=float(staleness.mean()), max=float(staleness.max()))
 
 
 class SessionLog:
