@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from areal_core.agent.conversation import Call, Interaction, Message
+from areal_core.agent.conversation import Call, Interaction
 from areal_core.agent.errors import BadRequest
 from areal_core.data.processor import VisionProcessor
 from areal_core.errors import ImageError
@@ -121,10 +121,9 @@ def find_parent(call: Call, earlier: Sequence[Interaction]) -> Interaction | Non
     """
 
     def is_continued(candidate: Interaction) -> bool:
-        earlier_messages: tuple[Message, ...] = (*candidate.call.messages, candidate.message)
-        rest = call.messages[len(earlier_messages) :]
-        is_prefix = call.messages[: len(earlier_messages)] == earlier_messages
-        return is_prefix and bool(rest) and rest[-1].role != "assistant"
+        known = candidate.conversation
+        rest = call.messages[len(known) :]
+        return known + rest == call.messages and bool(rest) and rest[-1].role != "assistant"
 
     continued = [one for one in earlier if one.call.prompt is None and is_continued(one)]
     return max(continued, key=lambda candidate: len(candidate.call.messages), default=None)

@@ -111,8 +111,7 @@ def previous_messages(response_id: str | None, earlier: Sequence[Interaction]) -
         return ()
     for interaction in earlier:
         if interaction.id == response_id:
-            conversation = (*interaction.call.messages, interaction.message)
-            return tuple(message for message in conversation if message.role != "system")
+            return tuple(message for message in interaction.conversation if message.role != "system")
     raise BadRequest(
         f"previous_response_id {response_id!r} is not a response of this session", 404, "not_found"
     )
