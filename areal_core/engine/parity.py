@@ -18,8 +18,8 @@ computed one at a time; both are checked again.
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -87,10 +87,6 @@ class Parity:
     noise: float | None
     lengths: tuple[int, ...]
     unchecked: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields, for JSON."""
-        return asdict(self)
 
 
 def require_parity(engine: FSDPEngine, name: str) -> Parity:

@@ -12,7 +12,7 @@ r + 1 (computation 3: r + 2). So a device that is wrong in the same way twice is
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -64,10 +64,6 @@ class Fault:
             return f"{who} ({on}) computed wrongly: {first}; of three computations the other two agree"
         many = f"{self.num_different} of {self.num_compared} tensors differ"
         return f"{who}: three computations gave three results, first in {first}; {many}"
-
-    def document(self) -> dict[str, Any]:
-        """Return JSON types."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

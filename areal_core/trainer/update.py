@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -112,7 +113,7 @@ def train_minibatch(
     if result.sums is not None:
         plan["sums"] = [[sums.document() for sums in each] for each in result.sums]
     if fault is not None:
-        plan["fault"] = fault.document()
+        plan["fault"] = asdict(fault)
     if engine.shares_prefixes:
         plan["tree_tokens"] = [micro.num_computed for micro in result.micro_batches]
     return result, plan

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,7 +209,7 @@ def measure_parity_of_model(model: str, dtype: str, context: int, tensor: int) -
     refuse_split_rows(engine, parity, model)
     seconds = {"load_s": loaded - started, "check_s": time.monotonic() - loaded}
     leave_ranks()
-    return parity.as_dict() | seconds
+    return asdict(parity) | seconds
 
 
 def is_first_rank() -> bool:
