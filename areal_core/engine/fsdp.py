@@ -266,7 +266,7 @@ class FSDPEngine:
             part = select_rows(batch, rows)
             columns = self.forward(part)  # a collective: also without rows, other ranks may have some
             if rows:
-                loss_fn(*columns.unbind(1), self._packed(part))
+                loss_fn(*columns.unbind(1), self.packed(part))
 
     def train_batch(
         self,
@@ -415,7 +415,7 @@ class FSDPEngine:
             loss.backward()
             zero = loss.new_zeros(())
             return DeviceResult([], 0, 0, zero, weight_fn(part), zero)
-        flat = self._packed(part)
+        flat = self.packed(part)
         columns = pairs.unbind(1)
         loss = loss_fn(*columns, flat)
         if len(columns) == 2:
@@ -428,7 +428,8 @@ class FSDPEngine:
         nonfinite = count_nonfinite(pairs[:, 0].detach(), flat)
         return DeviceResult(list(rows), num_tokens, num_computed, loss.detach(), weight_fn(part), nonfinite)
 
-    def _packed(self, part: Batch) -> Batch:
+    def packed(self, part: Batch) -> Batch:
+        """Return what a loss gets of rows: their per-token columns, packed, on the device."""
         flat = pack({key: t for key, t in part.items() if key not in RAGGED and key != ROUTED_EXPERTS})
         if self.ranks.device.type == "cuda":
             flat = {key: tensor if tensor.is_cuda else tensor.pin_memory() for key, tensor in flat.items()}

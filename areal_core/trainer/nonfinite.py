@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from areal_core.config import BaseExperimentConfig, TrainEngineConfig
-from areal_core.data.batch import Batch, pack, select_rows
+from areal_core.data.batch import Batch, select_rows
 from areal_core.engine.checkpoint.distributed import Engines
 from areal_core.engine.determinism import rng_state, set_rng_state
 from areal_core.engine.fsdp import FSDPEngine, LossFunction
@@ -303,9 +303,7 @@ def loss_is_finite(
     engine: FSDPEngine, batch: Batch, columns: Sequence[Tensor], unit: Sequence[int], loss_fn: LossFunction
 ) -> bool:
     own = {str(number): column for number, column in enumerate(columns)}
-    flat = {
-        key: tensor.to(engine.ranks.device) for key, tensor in pack(select_rows(batch | own, unit)).items()
-    }
+    flat = engine.packed(select_rows(batch | own, unit))
     return bool(loss_fn(*(flat.pop(name) for name in own), flat).isfinite())
 
 
