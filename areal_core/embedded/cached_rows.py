@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from areal_core.data.rows import num_shared
 from areal_core.engine.attention import MIN_KEYS
 from areal_core.engine.model import cache_argument
 from areal_core.engine.sequence_parallel import MIN_ROWS
@@ -80,15 +81,7 @@ class PrefixCache:
             self.size_bytes -= size_bytes(self._rows.popitem(last=False)[1])
 
     def _longest(self, tokens: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        return max(((common(row, tokens), row) for row in self._rows), default=(0, ()))
-
-
-def common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    """Return how many tokens two rows begin with in common."""
-    size = min(len(left), len(right))
-    if left[:size] == right[:size]:
-        return size
-    return next(place for place in range(size) if left[place] != right[place])
+        return max(((num_shared(row, tokens), row) for row in self._rows), default=(0, ()))
 
 
 def size_bytes(keys_values: KeysValues) -> int:
