@@ -171,17 +171,13 @@ class FSDPEngine:
 
     def sleep(self) -> None:
         """Release device memory; the next call that needs the weights wakes the engine."""
-        if self.sleeps and not self.is_asleep:
+        if self.sleeps and not self.offloaded:
             self.offloaded = leave_device(self.model, self.optimizer, self.ranks.device)
 
     def wake(self) -> None:
         """Move back to the device what `sleep` moved to host memory."""
         return_to_device(self.offloaded)
         self.offloaded = []
-
-    @property
-    def is_asleep(self) -> bool:
-        return bool(self.offloaded)
 
     @property
     def offloaded_bytes(self) -> int:
