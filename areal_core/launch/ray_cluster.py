@@ -99,12 +99,8 @@ def launch(job: Job) -> int:
 
 
 @contextmanager
-def connected(address: str | None, num_cpus: int | None = None) -> Iterator[None]:
-    """A connection to a cluster, unless this process has one already. Raises ConfigError.
-
-    Args:
-        num_cpus: of a new cluster (`address` is "local"); by default those of this machine.
-    """
+def connected(address: str | None) -> Iterator[None]:
+    """A connection to a cluster, unless this process has one already. Raises ConfigError."""
     if ray.is_initialized():
         yield
         return
@@ -114,13 +110,7 @@ def connected(address: str | None, num_cpus: int | None = None) -> Iterator[None
     try:
         if port.isdigit() and "/" not in host:  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-        ray.init(
-            address,
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     except Exception as error:  # a node that does not start in time raises no class of its own
         if where == "local":
             raise ConfigError(
