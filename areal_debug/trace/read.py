@@ -1,6 +1,7 @@
 """Read a trace file: steps with their stages, and episodes with their spans, of every rank."""
 
 import json
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
@@ -9,7 +10,6 @@ from typing import Any
 
 from areal_core.safety.received import lines_received
 from areal_core.telemetry.trace_merge import MERGED, BrokenTrace, merge
-from areal_debug.newest import describe_choice, newest_first
 
 EPISODE_SPANS = ("generation", "reward")
 
@@ -117,7 +117,11 @@ def read_run(path: Path) -> RunTrace:
         return read_merged(path)
     newest, *others = trace_folders(path)
     trace = read_merged(merged_file(newest))
-    trace.choice = describe_choice("trace", path, newest, [str(other) for other in others])
+    if others:
+        trace.choice = (
+            f"{len(others) + 1} runs found in {path}, the newest was read ({newest}); "
+            f"for another: areal-debug trace {shlex.quote(str(others[0]))}"
+        )
     return trace
 
 
@@ -129,7 +133,8 @@ def trace_folders(folder: Path) -> list[Path]:
     """
     if not folder.exists():
         raise ValueError(f"{folder} does not exist: give a trace file or the folder of a run's logs")
-    found = list(dict.fromkeys(file.parent for file in newest_first(folder, "rank-*.jsonl")))
+    files = sorted(folder.rglob("rank-*.jsonl"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    found = list(dict.fromkeys(file.parent for file in files))
     if not found:
         raise ValueError(
             f"{folder} contains no trace: run with rollout.enable_rollout_tracing=true, and give the folder of the run's logs"
