@@ -20,14 +20,14 @@ from torch import Tensor
 
 from areal_core.embedded.generate import Completion, Forward, generate
 from areal_core.embedded.replica import Replica
-from areal_core.rollout.types import ModelRequest, ModelResponse, row_seed, seed_of
+from areal_core.rollout.types import LocalEngine, ModelRequest, ModelResponse, row_seed, seed_of
 
 QUIET_TURNS = 3  # of the event loop, without a new request
 Waiting = tuple[ModelRequest, "asyncio.Future[tuple[Completion, int]]"]
 
 
 @dataclass(eq=False)
-class EmbeddedEngine:
+class EmbeddedEngine(LocalEngine):
     """An `InferenceEngine` around a forward pass.
 
     Args:
@@ -52,7 +52,6 @@ class EmbeddedEngine:
     max_rows: int = 256
     device: torch.device | str = "cpu"
     version: int = 0
-    is_paused: bool = field(default=False, init=False)
     _waiting: list[Waiting] = field(default_factory=list, init=False)
     _waves: asyncio.Task[None] | None = field(default=None, init=False)
     # Held by the running batch, or by the caller of pause.
@@ -75,10 +74,6 @@ class EmbeddedEngine:
             routed_experts=None if completion.experts is None else completion.experts.numpy(),
         )
 
-    def set_version(self, version: int) -> None:
-        """Set the version that the tokens of the next batch get."""
-        self.version = version
-
     def pause(self) -> None:
         """Wait until no batch is being generated, and block the next one."""
         self._sampling.acquire()
@@ -88,9 +83,6 @@ class EmbeddedEngine:
         """Let the next batch start."""
         self.is_paused = False
         self._sampling.release()
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
 
     async def _run_waves(self) -> None:
         """Run one wave after the other; requests that arrive meanwhile form the next one."""

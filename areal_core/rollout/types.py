@@ -158,6 +158,28 @@ class InferenceEngine(TokenSampler, Protocol):
         """Release connections and memory."""
 
 
+class LocalEngine:
+    """What an engine without servers has besides its answers, which a pause does not hold up."""
+
+    version: int = 0
+    is_paused: bool = False
+
+    def set_version(self, version: int) -> None:
+        """Set the version of the weights of later answers."""
+        self.version = version
+
+    def pause(self) -> None:
+        """Record the pause; answers continue."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Record the end of the pause."""
+        self.is_paused = False
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
 def seed_of(req: ModelRequest, run_seed: int | None = None) -> int | None:
     """Return the 31-bit seed of a request; None leaves it to the engine.
 

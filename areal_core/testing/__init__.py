@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from areal_core.data.batch import Batch
-from areal_core.rollout.types import ModelRequest, ModelResponse, Sampling, TokenSampler
+from areal_core.rollout.types import LocalEngine, ModelRequest, ModelResponse, Sampling, TokenSampler
 from areal_core.rollout.workflow import episode_tensors
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def complete_response(
 
 
 @dataclass
-class ScriptedEngine:
+class ScriptedEngine(LocalEngine):
     """An inference engine that follows a script: completions are a pure function of prompt tokens.
 
     Args:
@@ -187,7 +187,6 @@ class ScriptedEngine:
     version: int = 0
     requests: list[ModelRequest] = field(default_factory=list)
     duration_s: Callable[[ModelRequest], float] | None = None
-    is_paused: bool = False
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Answer from the script, with the logprob -1 for each token."""
@@ -198,21 +197,6 @@ class ScriptedEngine:
         digest = int.from_bytes(hashlib.sha256(repr(prompt).encode()).digest()[:4], "big")
         tokens = self.completions[prompt] if prompt in self.completions else [digest % self.vocabulary_size]
         return complete_response(req, tokens, self.version, logprob=-1.0)
-
-    def set_version(self, version: int) -> None:
-        """Set the version of the weights of later answers."""
-        self.version = version
-
-    def pause(self) -> None:
-        """Record the pause; answers continue."""
-        self.is_paused = True
-
-    def resume(self) -> None:
-        """Record the end of the pause."""
-        self.is_paused = False
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
 
 
 @dataclass(frozen=True)

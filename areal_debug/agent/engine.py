@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_core.errors import ModelError
 from areal_core.rollout.errors import NoServers
-from areal_core.rollout.types import InferenceEngine, ModelRequest, ModelResponse
+from areal_core.rollout.types import InferenceEngine, LocalEngine, ModelRequest, ModelResponse
 
 MAX_LATENCY_MEANS = 3
 
@@ -127,7 +127,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-class ScriptedEngine:
+class ScriptedEngine(LocalEngine):
     """An engine without a model: call n of an episode gets line n, later calls get the last line.
 
     A latency is drawn from an exponential distribution, capped at `MAX_LATENCY_MEANS` means and the
@@ -136,8 +136,6 @@ class ScriptedEngine:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, lines: Sequence[str], latency_s: float) -> None:
-        self.version = 0
-        self.is_paused = False
         self._latency_s = latency_s
         self._answers = [
             [*tokenizer.encode(line, add_special_tokens=False), tokenizer.eos_token_id] for line in lines
@@ -158,15 +156,3 @@ class ScriptedEngine:
             output_versions=[self.version] * len(tokens),
             stop_reason="stop" if len(tokens) == len(answer) else "length",
         )
-
-    def set_version(self, version: int) -> None:
-        self.version = version
-
-    def pause(self) -> None:
-        """Do nothing: no request runs that would have to be paused."""
-
-    def resume(self) -> None:
-        """Do nothing: no request was paused."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
