@@ -485,6 +485,14 @@ def layer_variants(model: Any) -> Iterator[Variant]:
     for name, order in orders_of_layers(len(layers)).items():
         moved = [(held, str(place), held[source]) for place, source in enumerate(order) if place != source]
         yield Variant("R25.variant", name, attributes=moved)
+    for number, (layer, after) in enumerate(itertools.pairwise(layers[:MOST_LAYERS])):
+        for part, module in layer.named_children():
+            theirs = dict(after.named_children()).get(part)
+            if isinstance(theirs, type(module)) and any(weight.dim() > 1 for weight in module.parameters()):
+                moved = [(layer, part, theirs), (after, part, module)]
+                yield Variant(
+                    "R25.variant", f"{part} of layers {number} and {number + 1} exchanged", attributes=moved
+                )
 
 
 def kind_variants(model: Any) -> Iterator[Variant]:

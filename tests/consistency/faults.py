@@ -425,6 +425,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "gate and up": ("R25", variant("gate and up exchanged")),
     "a skipped layer": ("R25", variant("layer 1 skipped")),
     "layers exchanged": ("R25", variant("layers 0 and 1 exchanged")),
+    "MLPs of layers exchanged": ("R25", variant("mlp of layers 0 and 1 exchanged")),
     "a tensor transposed": ("R25", variant("model.layers.1.self_attn.o_proj.weight transposed")),
     "a skipped norm": ("R25", variant("post_attention_layernorm skipped")),
     "another activation": ("R54", variant("the activation relu")),
