@@ -54,6 +54,10 @@ FILE_FIRST = re.compile(
     rf'^[("\[]?(?P<file>[\w./<>~\-]+\.{SOURCE})"?(?::|, ?line |\(| line |#L?)(?P<line>\d+)[)\]]?[:,]?(?: in| -)? *'
     rf"[(`]?(?P<function>[A-Za-z_<][\w.<>]*)(?:\([^()]*\))?[)`]?$"
 )
+# `dist.barrier() at f.py:3 (save)`: a call that waits, and where the program makes it
+CALL_AT = re.compile(
+    rf"^(?P<call>[\w.]+)\(\) (?:at|in) (?P<file>[\w./~\-]+\.{SOURCE}):(?P<line>\d+)(?: \((?:in )?(?P<function>\w+)(?:\(\))?\))?$"
+)
 ARROWS = re.compile(r"\s*(<-+|<=+|←|⟵|-+>|=+>|→|›| > | < |(?<=\) )(?:in|from|under)(?= ))\s*")
 INNER_FIRST = ("←", "⟵", "in", "from", "under")
 REMARK = re.compile(r"\s*\([^():/]*\)[ .]*$")
@@ -82,6 +86,9 @@ def loose_frames(line: str) -> tuple[Frame, ...]:
     if len(line) > MAX_LOOSE:
         return ()
     shown = plain(line)
+    if (match := CALL_AT.match(shown)) and (call := bare_name(match["call"])):
+        caller = match["function"] or "<unknown>"
+        return call, Frame(caller, full_path(match["file"]), int(match["line"][:9]))
     for pattern in (NAME_FIRST, FILE_FIRST):
         if match := pattern.match(shown):
             return (Frame(match["function"], full_path(match["file"]), int(match["line"][:9])),)
@@ -101,6 +108,8 @@ def piece_frame(text: str) -> Frame | None:
     """Return the frame of one name between arrows; its file is empty where it is unknown."""
     if frame := tool_frame(text):
         return frame
+    if match := NAME_FIRST.match(text):
+        return Frame(match["function"], full_path(match["file"]), int(match["line"][:9]))
     name = text.removesuffix("()")
     return Frame(name, FILES_OF_NAMES.get(name, "")) if NAME.match(text) else None
 

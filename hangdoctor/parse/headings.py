@@ -42,6 +42,8 @@ RANKS = re.compile(
 )
 # `# rank 3 waits for the save`, `rank 3 is here:`
 SAID_RANKS = re.compile(rf"(?<!node[-_ ])(?<!machine[-_ ])\branks?[ _:=#\-]*{NUMBERS}", re.IGNORECASE)
+# `Node 3, local rank 5 (global rank 29) stack:`
+GLOBAL_RANK = re.compile(r"\blocal.*\bglobal[ _]rank[ _:=#]*(\d{1,6})\b", re.IGNORECASE)
 # `py-spy shows all 8 TP ranks in one place:`
 SAID_COUNT = re.compile(r"\ball (\d{1,6}) (?:\w+ )?(?:ranks|processes|workers|gpus)\b", re.IGNORECASE)
 ABOUT_RANKS = re.compile(r"\b(?:ranks?|process(?:es)?|workers?|gpus?)\b", re.IGNORECASE)
@@ -72,7 +74,7 @@ EVERYBODY = re.compile(
     re.IGNORECASE,
 )
 OTHERS = re.compile(
-    r"^(?:on )?(?:(?:all|every)(?: of)?(?: the)? |the )?(?:(?:other|remaining|rest)(?:s| of)?(?: the)?"
+    r"^collective stack trace$|^(?:on )?(?:(?:all|every)(?: of)?(?: the)? |the )?(?:(?:other|remaining|rest)(?:s| of)?(?: the)?"
     r"(?: (?:ranks?|processes|gpus?|workers?))?|(?:ranks?|processes|gpus?|workers?) (?:except|but) [\w ,]{1,40})"
     r"(?: ?\([^()]*\)| (?:are|show|wait|in|at).{0,40})?$",
     re.IGNORECASE,
@@ -189,6 +191,8 @@ def section_header(line: str, current: Section) -> Section | None:
 
 
 def named_header(bare: str, said: bool) -> Section | None:
+    if match := GLOBAL_RANK.search(bare):
+        return Section((int(match[1]),), headed=True)
     if "ank" in bare.lower() and (match := RANKS.match(bare)):
         return Section(numbers_in(match[2]), match[1].lower() if match[1] else None, headed=True)
     if match := POSITION.match(bare):

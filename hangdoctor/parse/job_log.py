@@ -279,7 +279,8 @@ def read_part(job: JobLog, number: int, lines: Lines, seen: set[int | None]) -> 
         for dump in dumps_in(rest):
             for section in read_sections(dump):
                 rank = section.ranks[0] if section.ranks else writer
-                found.stacks.append((rank, tuple(section.threads)))
+                if section.whose == "named":
+                    found.stacks.append((rank, tuple(section.threads)))
     before = job.attempts.get(number)
     if not found.failures and not found.stacks:
         text = [line for writer, line in lines if line.strip()]

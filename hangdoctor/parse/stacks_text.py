@@ -29,7 +29,7 @@ MAX_FRAMES = 2000
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Who wrote the line: torchrun, ray and vLLM, srun, mpirun, docker compose, kubectl.
 PREFIX = re.compile(
-    r"^\s*(?:\[(?:default|rank)(?P<torchrun>\d+)\]:?|"
+    r"^\s*(?:\[(?:default|rank) ?(?P<torchrun>\d+)\]:?|"
     r"\(\w[\w.]*(?: rank=(?P<ray>\d+))?[^)]{0,40}? pid=(?P<pid>\d+)[^)]*\)|"
     r"\(\w[\w.]* rank=(?P<worker>\d+)[^)]*\)|"
     r"(?P<srun>\d{1,6}):|\[(?:\d+,)?(?P<mpi>\d+)\]<std\w+>:|[\w.\-]*?-(?P<compose>\d{1,5})\s+\||"
@@ -56,7 +56,8 @@ REFUSAL = re.compile(
 # A heading and its frame on one line, or in one row of a table.
 INLINE = re.compile(
     r"^(?:\| *)?(?P<heading>[^()|]{1,60}?(?:\d|\)|idle|active)\]?\*{0,2})"
-    r"(?::\s+| *\| +| +(?:→|->|=>) +|(?<=\d\]) )(?P<rest>\S.*?)(?: *\|)?$"
+    r"(?::\s+| *\| +| +(?:→|->|=>) +|(?<=\d\]) |\s+(?:(?:is|are) )?(?:stopped|stuck|blocked|hung|waiting|hangs?|waits?) (?:at|in|on)\s+)"
+    r"(?:\"?MainThread\"?(?: *[:|] *| ))?(?P<rest>\S.*?)(?: *\|)?$"
 )
 
 
@@ -134,7 +135,7 @@ def streams(text: str) -> Iterable[tuple[int | str | None, list[str]]]:
     """Yield lines by the rank, or the process number as text, in their prefix; prefixes removed."""
     lines = [line[:MAX_LINE] for line in text.split("\n")]
     of_hosts = [match for line in lines if (match := HOST.match(line))]
-    if len(of_hosts) == sum(1 for line in lines if line.strip()):
+    if len(of_hosts) == sum(1 for line in lines if line.strip(" \t`")):
         by_host: dict[str, list[str]] = {}
         for match in of_hosts:
             by_host.setdefault(match["host"], []).append(match["rest"] or "")
