@@ -56,8 +56,8 @@ REFUSAL = re.compile(
 # A heading and its frame on one line, or in one row of a table.
 INLINE = re.compile(
     r"^(?:\| *)?(?P<heading>[^()|]{1,60}?(?:\d|\)|idle|active)\]?\*{0,2})"
-    r"(?::\s+| *\| +| +(?:→|->|=>) +|(?<=\d\]) |\s+(?:(?:is|are) )?(?:stopped|stuck|blocked|hung|waiting|hangs?|waits?) (?:at|in|on)\s+)"
-    r"(?:\"?MainThread\"?(?: *[:|] *| ))?(?P<rest>\S.*?)(?: *\|)?$"
+    r"(?::\s+| *\| +| +(?:→|->|=>) +|\s+(?:(?:is|are) )?(?:stopped|stuck|blocked|hung|waiting|hangs?|waits?) (?:at|in|on)\s+|"
+    r"(?<=\d\]) )(?:\"?MainThread\"?(?: *[:|] *| ))?(?P<rest>\S.*?)(?: *\|)?$"
 )
 
 
