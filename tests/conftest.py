@@ -1,5 +1,6 @@
 """Fixtures of many tests: a tiny model, this process as the only rank, torchrun jobs."""
 
+import fcntl
 import gc
 import json
 import os
@@ -121,6 +122,23 @@ def pytest_unconfigure(config):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(config.stash[EXIT_STATUS])
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """`once(name, make)`: a folder that one worker makes by `make(folder)`, for all workers to read."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def made(name, make):
+        folder = shared / name
+        with open(shared / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                make(folder)
+        return folder
+
+    return made
 
 
 @pytest.fixture(scope="session")

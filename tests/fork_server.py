@@ -46,7 +46,7 @@ MODULES = (
 )
 # What tests import besides, without a thread, as pyarrow has one; not all of it is installed everywhere.
 OF_TESTS = (
-    *("areal_core.testing.embedded_server", "consistency.check", "hangdoctor.diagnose"),
+    *("anthropic", "areal_core.testing.embedded_server", "consistency.check", "hangdoctor.diagnose"),
     *("bm25s", "hypothesis", "mcp", "mistral_common.tokens.tokenizers.mistral", "openai", "peft"),
     *("trl.import_utils", "wandb", "zarr"),
 )

@@ -3,9 +3,8 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
+import time
+from contextlib import suppress
 
 import pytest
 
@@ -18,26 +17,23 @@ from tests.command_line import invoke
 
 from .test_archive import assert_same_files, files_of
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = """
-import sys, time
-from pathlib import Path
-from recorder.archive.extract import extract_record
-from recorder.archive.pack import archive_record
-def progress(num_steps, work):
-    work(lambda step: (print(step, flush=True), time.sleep(0.3)))
-{call}(Path(sys.argv[1]), Path(sys.argv[2]), progress=progress)
-"""
-
 
 def kill_after(num_steps, call, source, destination):
-    command = [sys.executable, "-c", PROGRAM.replace("{call}", call), str(source), str(destination)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    """Kill a fork of this process that archives or extracts, after some steps."""
+    reading, writing = os.pipe()
+    if not (process := os.fork()):
+        slow = lambda step: (os.write(writing, b"."), time.sleep(0.3))  # noqa: E731
+        with suppress(BaseException):
+            call(source, destination, progress=lambda num_steps, work: work(slow))
+        os._exit(1)
+    os.close(writing)
     for _ in range(num_steps):
-        assert run.stdout.readline()
-    run.send_signal(signal.SIGKILL)
-    run.communicate()
+        assert os.read(reading, 1)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    while os.read(reading, 1):  # its confined child has the other end
+        pass
+    os.close(reading)
 
 
 @pytest.fixture
@@ -52,7 +48,7 @@ def source(tmp_path):
 
 def test_a_killed_extraction_continues(source, tmp_path):
     archive_record(source, tmp_path / "a.zip")
-    kill_after(3, "extract_record", tmp_path / "a.zip", tmp_path / "back")
+    kill_after(3, extract_record, tmp_path / "a.zip", tmp_path / "back")
     assert not (tmp_path / "back").exists()
     assert (tmp_path / ".back.unfinished").stat().st_mode & 0o777 == 0o700
     extracted = extract_record(tmp_path / "a.zip", tmp_path / "back")
@@ -94,7 +90,7 @@ def test_an_interrupted_archive_continues(source, tmp_path, monkeypatch, name, d
 
 @pytest.mark.parametrize("name", ["a.zip", "a.zarr"])
 def test_a_killed_archive_is_absent_and_the_next_one_clears_what_it_left(source, tmp_path, name):
-    kill_after(2, "archive_record", source, tmp_path / name)
+    kill_after(2, archive_record, source, tmp_path / name)
     assert not (tmp_path / name).exists()
     archive_record(source, tmp_path / name)
     assert verify(tmp_path / name).intact

@@ -38,15 +38,16 @@ def train(areal_debug, tiny_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def recorded(train, tmp_path_factory) -> Path:
+def recorded(train, once) -> Path:
     """Three recorded steps of one rank. Read-only: tests copy it before they change it."""
-    folder = tmp_path_factory.mktemp("record") / "one"
-    done = train("--dump-rollout", folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+
+    def make(folder: Path) -> None:
+        done = train("--dump-rollout", folder / "one")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return once("recorded", make) / "one"
 
 
 @pytest.fixture
 def copied(recorded, tmp_path) -> Path:
-    """A copy of the record, to be damaged."""
     return Path(shutil.copytree(recorded, tmp_path / "record"))

@@ -46,26 +46,26 @@ def test_what_replays_import_is_what_they_use_and_starts_no_thread():
 
 
 @pytest.mark.parametrize(
-    "verb",
+    "lines",
     [
-        *("replay", "check run", "why"),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("goto", "why --commits")),
+        ("replay", "check run --config", "why"),
+        pytest.param(("goto", "why --commits v1..HEAD"), marks=pytest.mark.long),
     ],
 )
-def test_a_command_checks_its_input_without_torch(verb, tmp_path):
+def test_a_command_checks_its_input_without_torch(lines, tmp_path):
     """The process that was called prints within a second; another one imports torch meanwhile."""
-    code = f"""
-import sys
+    code = """
+import json, os, sys
 from areal_debug.cli import main
-sys.argv = ["areal-debug", *{verb.split()!r}, *sys.argv[1:]]
-try:
-    main()
-finally:
-    print([name for name in ("torch", "transformers", "pandas", "pyarrow") if name in sys.modules])
+for words in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        try:
+            main(words, prog_name="areal-debug")
+        finally:
+            print([name for name in ("torch", "transformers", "pandas", "pyarrow") if name in sys.modules])
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
-    missing = str(tmp_path / "missing")
-    given = {"why --commits": ["v1..HEAD", missing], "check run": ["--config", missing]}
-    arguments = given.get(verb, [missing])
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "[]\n")
-    assert "Error: " in done.stderr
+    commands = json.dumps([[*line.split(), str(tmp_path / "missing")] for line in lines])
+    done = subprocess.run([sys.executable, "-c", code, commands], capture_output=True, text=True)
+    assert done.stdout.split() == ["[]", "2"] * len(lines)
+    assert done.stderr.count("Error: ") == len(lines)

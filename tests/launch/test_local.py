@@ -23,12 +23,13 @@ from areal_core.launch.job import Job
 from areal_core.launch.node import first_failure
 from areal_core.launch.processes import end_tree, start
 from areal_core.launch.sglang_process import SGLangServer, cpu_environment, option_args, server_args
+from tests.forks import run_forked
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def script(tmp_path):
-    """Write a script for the ranks to run."""
-
     def write(body: str) -> list[str]:
         path = tmp_path / "train.py"
         path.write_text(textwrap.dedent(body))
@@ -66,10 +67,26 @@ print("hello from a rank")
 """
 
 
-def test_ranks_get_servers_determinism_and_thread_limits(stop_file, script, tmp_path, capfd):
-    code = launch(script(WRITE_ENVIRONMENT), "sglang:d2+fsdp:d2", tmp_path, config(deterministic=True))
+SERVED = """
+import sys
+from pathlib import Path
+from tests.launch.test_local import config, launch, no_child_left
+code = launch(sys.argv[1:], "sglang:d2+fsdp:d2", Path(sys.argv[2]), config(deterministic=True))
+assert no_child_left()
+sys.exit(code)
+"""
 
-    assert code == 0
+
+def forked(tmp_path, program, *argv):
+    """Run a launcher in a fork, which forks its ranks: they import nothing again."""
+    (tmp_path / "launcher.py").write_text(program)
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    return run_forked([str(tmp_path / "launcher.py"), *argv], os.environ | {"PYTHONPATH": path})
+
+
+def test_ranks_get_servers_determinism_and_thread_limits(stop_file, script, tmp_path):
+    done = forked(tmp_path, SERVED, *script(WRITE_ENVIRONMENT))
+    assert done.returncode == 0, done.stderr
     ranks = [json.loads((tmp_path / f"rank{i}.json").read_text()) for i in (0, 1)]
     addresses = ranks[0]["AREAL_LLM_SERVER_ADDRS"].split(",")
     assert len(set(addresses)) == 2
@@ -84,8 +101,7 @@ def test_ranks_get_servers_determinism_and_thread_limits(stop_file, script, tmp_
         assert "sgl_kernel_cpu" not in env.get("PYTHONPATH", "")  # only the server may see the stand-in
     assert (tmp_path / "logs" / "llm_server_1.log").read_text().startswith("model some/model\n")
     assert (tmp_path / "logs" / "trainer.log").read_text().count("hello from a rank") == 2
-    assert capfd.readouterr().out.count("hello from a rank") == 2
-    assert no_child_left()
+    assert done.stdout.count("hello from a rank") == 2
 
 
 def test_a_server_that_cannot_start_is_reported_with_its_last_line_and_no_rank_starts(
@@ -119,7 +135,15 @@ def test_a_run_outlives_one_of_two_servers_but_not_the_last(stop_file, script, t
     assert no_child_left()
 
 
-def test_the_rank_that_failed_first_is_shown_and_what_others_have_started_is_ended(script, tmp_path, capfd):
+LAUNCHER = """
+import sys
+from pathlib import Path
+from areal_core.launch.torchrun import run_ranks
+sys.exit(run_ranks(sys.argv[2:], int(sys.argv[1]), {}, Path(sys.argv[3]) / "logs"))
+"""
+
+
+def test_the_rank_that_failed_first_is_shown_and_what_others_have_started_is_ended(script, tmp_path):
     argv = script(
         """
         import os, pathlib, subprocess, sys, time
@@ -132,13 +156,11 @@ def test_the_rank_that_failed_first_is_shown_and_what_others_have_started_is_end
         raise ValueError("no such weights")
         """
     )
-    assert torchrun.run_ranks(argv, 2, {}, tmp_path / "logs") == 1
-    printed = capfd.readouterr().out
-    assert (
-        "rank 1 failed first, with exit code 1; the last lines of its standard error:\n    Traceback"
-        in printed
-    )
-    assert printed.endswith("    ValueError: no such weights\n")
+    done = forked(tmp_path, LAUNCHER, "2", *argv)
+    assert done.returncode == 1
+    first = "rank 1 failed first, with exit code 1; the last lines of its standard error:\n    Traceback"
+    assert first in done.stdout
+    assert done.stdout.endswith("    ValueError: no such weights\n")
     [away] = tmp_path.glob("*.pid")
     assert not is_running(int(away.stem))
 
@@ -167,14 +189,6 @@ def test_servers_and_ranks_that_share_devices_are_started_together(
     assert sentence in capfd.readouterr().err
 
 
-LAUNCHER = """
-import sys
-from pathlib import Path
-from areal_core.launch.torchrun import run_ranks
-sys.exit(run_ranks([sys.argv[1], sys.argv[2]], 1, {}, Path(sys.argv[2]) / "logs"))
-"""
-
-
 @pytest.mark.parametrize(
     ("number", "code"),
     [
@@ -188,7 +202,7 @@ def test_the_end_of_the_launcher_ends_the_ranks(script, tmp_path, number, code):
     )
     # A shell starts background jobs with SIGINT ignored, and the launcher leaves it so.
     defaults = ["env", "--default-signal=INT", "--default-signal=HUP"]
-    launcher = subprocess.Popen([*defaults, sys.executable, "-c", LAUNCHER, *argv])
+    launcher = subprocess.Popen([*defaults, sys.executable, "-c", LAUNCHER, "1", *argv])
     while not (started := list(tmp_path.glob("*.pid"))):
         assert launcher.poll() is None
         time.sleep(0.05)
@@ -211,7 +225,7 @@ def test_a_second_signal_ends_ranks_that_ignore_the_first(script, tmp_path):
             time.sleep(60)
         """
     )
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, *argv])
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, "1", *argv])
     for sign in ("*.pid", "heard"):  # the grace is 10 s
         while not list(tmp_path.glob(sign)):
             assert launcher.poll() is None

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import time
 from base64 import urlsafe_b64encode
 from importlib.util import find_spec
@@ -17,6 +15,7 @@ from recorder.documents import checksum, checksummed_bytes, parse_checksummed
 from recorder.environment import diff_environment, environment, folder_identity
 from recorder.environment.code import changed_files, repository_identity
 from tests.command_line import git
+from tests.forks import run_anew, run_forked
 
 PROGRAM = """
 import json, sys
@@ -52,20 +51,18 @@ def test_uncommitted_files_are_named_with_their_digests(tmp_path):
     }
 
 
-def environment_of(folder, body, **variables):
-    """Return what a script in the folder records."""
+def environment_of(start, folder, body, **variables):
+    """Return what a script in the folder records, that `start` runs."""
     script = folder / "train.py"
     script.write_text(PROGRAM.format(body=body))
     environment = os.environ | {"PYTHONPATH": os.getcwd()} | variables
-    done = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, check=True, cwd=folder
-    )
+    done = start([str(script)], environment, folder)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """The folder of a script, and what it records."""
     folder = tmp_path_factory.mktemp("script")
     (folder / "rows.py").write_text("a = 1\n")
     (folder / "rewards.py").write_text("import shapes\n")  # runs in another process
@@ -77,14 +74,15 @@ reward_fn = 'rewards.py:even'
 values = os.environ.get("BONUS"), os.getenv("WORDS"), os.environ.get("NOT_SET"), os.environ.get("MY_API_KEY")
 """
     given = {"BONUS": "0.25", "WORDS": "a sentence", "MY_API_KEY": "k-123456789", "UNREAD": "1"}
-    return folder, environment_of(folder, body, **given, CUDA_LAUNCH_BLOCKING="1")
+    return folder, environment_of(run_forked, folder, body, **given, CUDA_LAUNCH_BLOCKING="1")
 
 
 def test_the_script_and_the_files_that_it_imports_or_names_are_recorded(recorded):
     folder, code = recorded[0], recorded[1]["code"]
     assert code["script"]["path"] == str(folder / "train.py")
     assert code["script"]["sha256"] == sha256((folder / "train.py").read_bytes())
-    assert code["local_files"] == {
+    in_folder = {name: digest for name, digest in code["local_files"].items() if not name.startswith("/")}
+    assert in_folder == {
         "rows.py": sha256(b"a = 1\n"),
         "rewards.py": sha256(b"import shapes\n"),
         "shapes.py": sha256(b"b = 1\n"),
@@ -142,7 +140,8 @@ def test_a_library_in_place_of_the_installed_one_is_compared_with_its_wheel(tmp_
             (package / member.name).symlink_to(member)
     text = (Path(installed) / "numpy.py").read_text() + "# patched\n"
     (package / "numpy.py").write_text(text)
-    code = environment_of(tmp_path, "sys.path.insert(0, 'libraries')\nimport safetensors.numpy")["code"]
+    body = "sys.path.insert(0, 'libraries')\nimport safetensors.numpy"
+    code = environment_of(run_anew, tmp_path, body)["code"]
     assert code["changed_libraries"]["safetensors"] == {"safetensors/numpy.py": sha256(text.encode())}
     assert code["changed_libraries"]["numpy"] == {}
     assert code["local_files"] == {}

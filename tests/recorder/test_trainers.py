@@ -1,9 +1,6 @@
 """Records of other trainers through the recording API: values as given, unknown ones unknown."""
 
 import argparse
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from areal_debug import Recorder
 from recorder import RecordError, open_record, verify
 from recorder.testing import gatherers
 from tests.exports.given import FULL_SAMPLE
+from tests.forks import run_forked
 from tests.recorder.ranks import on_ranks
 
 FULL = FULL_SAMPLE | {
@@ -239,7 +237,8 @@ recorder = Recorder({str(tmp_path / "r")!r}, resume=True)
 for step in range(1, 5):
     recorder.step(step, [{{"tokens": list(range(1000))}}] * 8)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ)
+    (tmp_path / "program.py").write_text(program)
+    assert run_forked([str(tmp_path / "program.py")]).returncode == 0
     report = verify(tmp_path / "r")
     assert report.intact
     assert report.steps_ok == (0, 1, 2, 3, 4)

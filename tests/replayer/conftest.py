@@ -1,6 +1,7 @@
 """A tiny run on random tokens, recorded in this process in a few seconds, without an engine."""
 
 import hashlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,7 +40,6 @@ def digest_weights(trainer) -> str:
 
 
 def digest_files(folder) -> dict[str, str]:
-    """Return the sha256 of every file in a folder."""
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -102,6 +102,13 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory, tiny_model) -> TinyRun:
+def tiny_run(once, tiny_model) -> TinyRun:
     """Ten steps with anchors before steps 4 and 8. Not to be changed."""
-    return train_and_record(tmp_path_factory.mktemp("tiny"), tiny_model, 10, debug__anchor_every_steps=4)
+
+    def make(folder: Path) -> None:
+        run = train_and_record(folder, tiny_model, 10, debug__anchor_every_steps=4)
+        (folder / "weights.json").write_text(json.dumps([run.weights[step] for step in range(10)]))
+
+    folder = once("tiny_run", make)
+    weights = json.loads((folder / "weights.json").read_text())
+    return TinyRun(str(folder / "record"), dict(enumerate(weights)))
