@@ -13,7 +13,6 @@ from areal_debug.cli import main
 
 
 def invoke(*arguments: object) -> Result:
-    """Run `areal-debug` with arguments."""
     done = CliRunner().invoke(main, [str(argument) for argument in arguments])
     if not isinstance(done.exception, SystemExit | None):
         raise done.exception
@@ -60,7 +59,6 @@ def installed(script: object, *arguments: str) -> str:
 
 
 def git(folder: object, *arguments: str) -> str:
-    """Return what git prints in a folder."""
     identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
     command = ["git", "-C", str(folder), *identity, *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

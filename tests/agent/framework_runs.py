@@ -14,7 +14,6 @@ HERE = Path(__file__).parent
 
 
 def module(name: str):
-    """Import a file of this folder."""
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     sys.modules[name] = loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)

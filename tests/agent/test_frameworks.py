@@ -36,12 +36,10 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    """The Python of the frameworks' environment."""
     return installed(HERE / "install_frameworks.sh")
 
 
 def run(python: str, agent: str, cases: list[dict]) -> list[dict]:
-    """Return the outcomes of episodes."""
     done = subprocess.run(
         [python, str(HERE / "framework_runs.py"), agent, json.dumps(cases)],
         capture_output=True,
@@ -54,7 +52,6 @@ def run(python: str, agent: str, cases: list[dict]) -> list[dict]:
 
 
 def outcome(kind: str, *sampled: str) -> dict:
-    """One row of failed_reward."""
     return {"failures": [kind], "rewards": [-1.0], "sampled": ["".join(sampled)]}
 
 

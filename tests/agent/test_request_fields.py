@@ -38,7 +38,6 @@ SMALLEST = {
 
 
 def typed_dicts(annotation: Any) -> list[Any]:
-    """Return the TypedDicts within an annotation."""
     if hasattr(annotation, "__required_keys__"):
         return [annotation]
     return [found for argument in get_args(annotation) for found in typed_dicts(argument)]

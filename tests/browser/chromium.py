@@ -117,7 +117,6 @@ def browser_page(profile: Path) -> Iterator[Page]:
 
 
 async def connect(address: str) -> tuple[aiohttp.ClientSession, aiohttp.ClientWebSocketResponse]:
-    """Connect to the first page of the browser."""
     session = aiohttp.ClientSession()
     async with session.get(f"http://{address}/json") as reply:
         targets = await reply.json()

@@ -54,8 +54,6 @@ class World:
 
 @dataclass(frozen=True)
 class Given:
-    """Input of the diagnosis."""
-
     sequences: Sequences
     setting: Setting = SETTING
     alternatives: Sequence[Prediction] = ()

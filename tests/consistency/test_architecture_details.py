@@ -116,11 +116,19 @@ def sides(family, options, name, tmp_path):
 
 
 SEARCHED = ("times 3", "1.33")
+EVERYDAY = (
+    "mistral",
+    "gpt_neox",
+    "phi3",
+    "deepseek_v3",
+    "llama",
+)  # options, changed weights, hooks, rounding
+NAMED = [one for one in DETAILS if one[1] and not any(words in one[2] for words in SEARCHED)]
 
 
 @pytest.mark.parametrize(
     ("family", "options", "name"),
-    [one for one in DETAILS if one[1] and not any(words in one[2] for words in SEARCHED)],
+    [pytest.param(*one, marks=[pytest.mark.long] * (one[0] not in EVERYDAY)) for one in NAMED],
 )
 def test_a_variant_with_the_name_of_the_detail_computes_what_the_engine_does(family, options, name, tmp_path):
     trainer, rows = sides(family, options, name, tmp_path)

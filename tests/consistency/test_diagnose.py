@@ -27,9 +27,9 @@ from .models import peaked_model
 EVERYDAY = {
     *("temperature 0.8 in the engine", "top-k drawn", "repetition penalty", "likely tokens forbidden"),
     *("constant offset", "base 10", "logprob of the likeliest token", "shift by minus one", "rows mixed up"),
-    *("history stripped", "missing BOS", "prompts cut", "last logprob missing", "two tokens of tool output"),
+    *("history stripped", "missing BOS", "prompts cut", "last logprob missing", "tool output in the mask"),
     *("stale weights", "added tokens", "one stale worker that reuses prefixes", "bfloat16 logits", "NaN"),
-    *("attention scores doubled", "decoded tokens", "rotary table of zeros"),
+    "decoded tokens",
 }
 BY_CAUSE = [pytest.param(name, marks=[pytest.mark.long] * (name not in EVERYDAY)) for name in FAULTS]
 WEAK = {
@@ -113,7 +113,7 @@ def test_right_cause_comes_first_in_95_percent_whatever_seed_and_noise(seed, noi
     assert len(wrong) <= 0.05 * len(FAULTS), wrong
 
 
-@pytest.mark.parametrize(("seed", "noise"), [(12, 0.02), (13, 0.0)])
+@pytest.mark.parametrize(("seed", "noise"), [(12, 0.02), pytest.param(13, 0.0, marks=pytest.mark.long)])
 def test_clean_engine_is_healthy(seed, noise):
     at = make_world(seed, noise)
     found = diagnosis_of(CLEAN(at), at)

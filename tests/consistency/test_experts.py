@@ -70,9 +70,8 @@ def computed_with(variant_of, folder, seed=0):
     return rows
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("gate and up exchanged", marks=pytest.mark.long), "experts routed by a sigmoid"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gate and up exchanged", "experts routed by a sigmoid"])
 def test_experts_that_are_computed_otherwise_are_named(name, tmp_path, monkeypatch):
     monkeypatch.setattr(variants, "TOKENS_TO_SCREEN", 64)
     folder = make_model(tmp_path)

@@ -67,7 +67,9 @@ def sampled_by(folders, kind):
     ("kind", "id", "says"),
     [
         ("last", None, ""),
-        ("base", "R32", "sampled with the base model (first or reference weights)"),
+        pytest.param(
+            "base", "R32", "sampled with the base model (first or reference", marks=pytest.mark.long
+        ),
         pytest.param("previous", "R24", "stale weights", marks=pytest.mark.long),
         ("some tensors", "R25", "still have the base model's values"),
         ("delta", "R24", "the last update was applied to the base model"),

@@ -36,7 +36,11 @@ HALF = {"reports": functools.partial(transforms.at_temperature, temperature=0.5)
     ("decoding", "scoring", "name", "wrong", "right"),
     [
         ({"noise": 0.3}, {"noise": 0.002}, "decod", "decode", "prefill"),
-        ({"noise": 0.0}, HALF, "the engine's prefill differs from its own decoding", "prefill", "sampled"),
+        pytest.param(
+            *({"noise": 0.0}, HALF, "the engine's prefill differs from its own decoding"),
+            *("prefill", "sampled"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_decoding_unlike_prefill_is_named(decoding, scoring, name, wrong, right, scorer, model, prompts):

@@ -20,7 +20,6 @@ QUICK = (
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """The model of faults without images, and that of faults with images."""
     families = {False: "llama", True: "qwen2_5_vl"}
     return {
         images: planted.make_model(family, tmp_path_factory.mktemp(family), 0)

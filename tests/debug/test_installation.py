@@ -142,7 +142,6 @@ def test_a_package_that_shadows_ours_ends_the_command_with_one_sentence(tmp_path
 
 @pytest.mark.long
 def test_the_wheel_alone_lists_a_record_and_finds_its_examples(tmp_path, record):
-    """Build and install the wheel as a user does."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
     def run(*command: object) -> str:

@@ -34,8 +34,6 @@ INVENTED = re.compile(r"\bnan\b|\bNaN\b|Traceback")
 
 
 def rows_of(step: int, rng: np.random.Generator) -> list[dict]:
-    """Nine rows in the order of the names above."""
-
     def row(name: str, **changes) -> dict:
         logprobs = (-rng.random(6)).round(3).tolist()
         return {

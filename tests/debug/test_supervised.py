@@ -49,8 +49,6 @@ def record(areal_debug, tiny_model, tmp_path):
 
 @pytest.fixture
 def replay(areal_debug):
-    """Return the exit code and the report of `replay`."""
-
     def run(record: Path, *options: object) -> tuple[int, dict]:
         done = areal_debug("replay", record, *options, "--json")
         assert done.stdout, done.stderr

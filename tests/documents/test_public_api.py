@@ -15,13 +15,11 @@ MARKS = r"(?s)(<!-- signatures -->\n```\n).*?(```\n)"
 
 
 def found(name: str) -> Any:
-    """Import the object of a dotted name."""
     module, attribute = name.rsplit(".", 1)
     return getattr(importlib.import_module(module), attribute)
 
 
 def names_of(parameters: inspect.Signature) -> str:
-    """Return parameters by name; `=` marks those with a default."""
     shown, is_keyword = [], False
     for name, one in parameters.parameters.items():
         if one.kind is one.KEYWORD_ONLY and not is_keyword:

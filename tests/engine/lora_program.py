@@ -15,7 +15,6 @@ from tests.engine.steps_program import rows, train_step
 
 
 def options_of(model: str, **changes: object) -> TrainEngineConfig:
-    """Return the options of an adapter of rank 4 in float32."""
     options = {"dtype": "float32", "use_lora": True, "lora_rank": 4, "lora_alpha": 8} | changes
     return TrainEngineConfig(path=model, optimizer=OptimizerConfig(lr=1e-2), **options)
 

@@ -57,7 +57,6 @@ def engine_of(
 
 
 def train_step(engine: FSDPEngine, batch: dict[str, torch.Tensor]) -> dict:
-    """Take one step of maximum likelihood."""
     result = engine.train_batch(
         batch,
         lambda logprobs, entropy, flat: -(logprobs * flat["loss_mask"]).sum(),

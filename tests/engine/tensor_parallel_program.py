@@ -118,7 +118,6 @@ def record_experts(engine: FSDPEngine) -> list[list[list[int]]]:
 
 
 def checkpoints(ranks: Ranks, folder: Path, family: str) -> dict:
-    """Continue from the checkpoint of one rank, and write one."""
     engine = program.make_engine(ranks, str(folder / family), MAX_TOKENS)
     load_checkpoint(folder / "one", {"actor": engine})
     seen = {"loaded": engine.checksums(), "next": program.train_step(engine, rows_of(ranks))}

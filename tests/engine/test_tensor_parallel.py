@@ -38,7 +38,6 @@ def folder(ranks, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_ranks(torchrun, folder):
-    """Results of the two ranks."""
     return torchrun(PROGRAM, 2, folder, TRIED[0])
 
 

@@ -18,7 +18,6 @@ from tests.engine import options_program
 from tests.engine import tree_program as program
 from tests.engine.steps_program import assert_same_gradients
 
-QUICK = ("qwen3_moe", "gemma2")
 ROWS = [[1, 2, 3, 4], [7, 8], [1, 2, 5, 6], [1, 2, 3], [1, 2, 5, 6]]
 
 
@@ -81,7 +80,7 @@ def test_segments_attend_to_their_row_as_packed_rows_do(options):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gemma2", marks=pytest.mark.long)])
 def test_a_tree_has_loss_gradients_and_logprobs_of_packed_rows(ranks, tmp_path, family):
     batch = program.rows()
     packed, tree = (

@@ -28,7 +28,6 @@ def write_evaluation(folder: Path, of_models: dict[str, list[dict]], **summary: 
 
 
 def printed(report, capsys) -> str:
-    """Return the words of a printed report."""
     print_report(console(), report_of(report))
     return " ".join(capsys.readouterr().out.split())
 

@@ -16,8 +16,6 @@ KILL = 0
 
 
 class Control(ctypes.Structure):
-    """`struct control` of faulty_disk.c."""
-
     _fields_ = [
         ("root", ctypes.c_char * 1024),
         ("at", ctypes.c_long),
@@ -56,5 +54,4 @@ def build(folder: Path) -> Path:
 
 
 def name_of(error: int) -> str:
-    """Return "ENOSPC", or "SIGKILL"."""
     return errno.errorcode[error] if error else "SIGKILL"

@@ -98,8 +98,6 @@ def end_of(work: Callable[[], object]) -> int:
 
 
 class Loop:
-    """The trials of one operation."""
-
     def __init__(self, operation, root: Path, control: disk.Control) -> None:
         self.operation, self.control = operation, control
         self.start, self.trial = root / "start", root / "trial"
@@ -172,7 +170,6 @@ class Loop:
         return True
 
     def run_and_judge(self, error: int, stays: bool) -> None:
-        """Run the operation with its fault, and judge it, in this process."""
         with redirected(self.output):
             code = end_of(lambda: self.operation.run(self.trial))
         self.control.disarm()

@@ -368,7 +368,6 @@ def post_mortem() -> Operation:
 
 
 def gather(folder: Path) -> Manifest:
-    """Write the files of a collection."""
     for rank in range(2):
         write_text(folder / f"samples/0/rank_{rank}.json", "[]")
     processes = tuple(

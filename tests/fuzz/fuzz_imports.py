@@ -58,7 +58,6 @@ def format_of(base: str) -> bytes:
 
 
 def written(folder: Path, base: str) -> Files:
-    """Return the files of one framework."""
     place = folder / base
     place.mkdir(parents=True)
     source = WRITERS[base](place)
@@ -111,7 +110,6 @@ def tree_bases(folder: Path) -> dict[str, Files]:
 
 
 def encoded(value: Any) -> Any:
-    """Return what the unpickler returns as JSON."""
     if isinstance(value, np.ndarray):
         return {"@array": [value.dtype.str, list(value.shape), value.ravel().tolist()]}
     if isinstance(value, bytes):

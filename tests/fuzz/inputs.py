@@ -251,8 +251,6 @@ def edit_document(case: Case, kind: str, name: str, path: list, value: Any = Non
 
 
 class Mutator:
-    """Random edits of the bases of a target."""
-
     def __init__(self, bases: dict[str, Files], extra: Callable[[random.Random], Edit] | None) -> None:
         self.bases = bases
         self.extra = extra

@@ -19,7 +19,6 @@ class Row(TypedDict):
 
 
 def say(name: str, verdict: Verdict | bool, what: str) -> None:
-    """Print a row; True is a pass."""
     if isinstance(verdict, bool):
         verdict = "pass" if verdict else "fail"
     print(MARK + json.dumps(Row(name=name, verdict=verdict, what=what)), flush=True)

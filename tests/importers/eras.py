@@ -53,7 +53,6 @@ def micro_batch(samples, padding: int = 0, version: str = "0.8", **changes) -> l
 
 
 def write_ranks(folder: Path, *of_ranks: list[list]) -> Path:
-    """Write the micro-batches of each rank of a step."""
     for rank, micro_batches in enumerate(of_ranks):
         path = folder / "rollouts" / "step_4" / f"rank_{rank}.bin"
         path.parent.mkdir(parents=True, exist_ok=True)

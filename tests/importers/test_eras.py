@@ -11,7 +11,6 @@ from .known import KNOWN, padded
 
 
 def imported(source, folder):
-    """Import a folder; return the result, the one step and its rows."""
     result = import_record(source, folder)
     assert verify(folder).problems == ()
     record = open_record(folder)

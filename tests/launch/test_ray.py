@@ -49,6 +49,7 @@ def job(tmp_path, body: str, allocation: str = "embedded|fsdp:d2", cpus: int = 1
     return Job(argv, config, parse_allocation(allocation), {"MARK": "ours"}, tmp_path / "logs")
 
 
+@pytest.mark.long
 def test_ranks_run_on_the_cluster_and_their_output_is_printed_here(cluster, tmp_path, capfd):
     body = """
     import json, os, sys

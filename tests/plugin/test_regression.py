@@ -24,7 +24,6 @@ RUN = [str(ROOT / "tests/debug/train_tiny.py"), "--config", str(ROOT / "tests/re
 
 @pytest.fixture(scope="session")
 def recorded_model(tmp_path_factory) -> Path:
-    """The model that the record started from."""
     from areal_core.testing import make_tiny_model
 
     return make_tiny_model(
@@ -167,7 +166,6 @@ EXAMPLE = ROOT / "examples/ci"
 
 @pytest.fixture
 def project(tmp_path):
-    """A repository with the copied files."""
     (tmp_path / ".github/workflows").mkdir(parents=True)
     shutil.copy(EXAMPLE / "training.yml", tmp_path / ".github/workflows")
     shutil.copytree(EXAMPLE / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))

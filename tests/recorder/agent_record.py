@@ -70,7 +70,6 @@ class LookingAgent:
 
 
 def episode(picture: bytes, results: tuple[str, ...], answer: str, style: str):
-    """Run one episode; return its rows."""
     sampling = GenerationHyperparameters(max_new_tokens=200, max_tokens=4096)
     agent = LookingAgent(picture, results)
     options = AgentConfig(export_style=style)

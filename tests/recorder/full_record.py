@@ -17,7 +17,6 @@ class Words:
     name_or_path = "words"
 
     def decode(self, ids: list[int]) -> str:
-        """Return the ids as text."""
         return " ".join(map(str, ids))
 
 

@@ -22,7 +22,6 @@ def png(seed: int, width: int = 8, height: int = 6) -> bytes:
 
 
 def with_pictures(batch: dict[str, Any], rows: Sequence[Sequence[bytes]]) -> dict[str, Any]:
-    """Return a padded batch with the pictures of each row."""
     each = [picture for row in rows for picture in row]
     return batch | {
         "mm_token_type_ids": batch["attention_mask"].astype(np.int32),
@@ -41,7 +40,6 @@ def pictured_batch(step: int, rank: int = 0, salt: int = 0) -> dict[str, Any]:
 def write_pictured_record(
     folder: Path, num_steps: int = 3, options: RecordingOptions = RecordingOptions()
 ) -> None:
-    """Write a record of `pictured_batch`es."""
     (writer,) = begin(folder, options=options)
     for step in range(num_steps):
         send_step(writer, step, pictured_batch(step))

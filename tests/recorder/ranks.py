@@ -17,7 +17,6 @@ def begin(
     header: Any = SCRIPTED_HEADER,
     **of_writers: Any,
 ) -> list[RecordWriter]:
-    """Begin a record; return the writer of each rank."""
     writers = [
         RecordWriter(folder, rank, num_ranks, gather, options, **of_writers)
         for rank, gather in enumerate(gatherers(num_ranks))

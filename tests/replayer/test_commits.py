@@ -260,7 +260,6 @@ def test_a_cast_in_one_layer_is_found_with_its_module_and_file(clone, tmp_path, 
 
 
 def with_commit(record, commit):
-    """Return the record with another commit in its header."""
     found = open_record(record.path)
     found.header.environment["code"] = {"commit": commit}
     return found

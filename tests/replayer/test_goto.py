@@ -16,7 +16,6 @@ from .conftest import digest_weights
 
 
 def go(run, step, look=lambda scene: None, **options):
-    """Return the report, and the result of `look`."""
     seen = []
     report = goto(run.path, step, lambda scene: seen.append(look(scene)), **options)
     return report, seen

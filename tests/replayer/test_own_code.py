@@ -50,7 +50,6 @@ def source(tmp_path):
 
 @pytest.fixture
 def record(tmp_path, source):
-    """A record whose loss was that of `source`."""
     write_scripted_record(tmp_path / "record")
     record = open_record(tmp_path / "record")
     return with_code(record, loss_fn=identity(f"{source}:loss", built()))

@@ -22,7 +22,7 @@ def deterministic_run(tmp_path_factory, tiny_model):
     yield train_and_record(
         tmp_path_factory.mktemp("deterministic"),
         tiny_model,
-        4,
+        2,
         deterministic=True,
         actor__ppo_n_minibatches=1,
     )
@@ -35,7 +35,7 @@ def test_a_report_without_steps_is_not_identical():
 
 def judged(run, **changes):
     messages = []
-    report = replay_and_judge(Request(run.path, 0, 3, **changes), replay_and_compare, messages.append)
+    report = replay_and_judge(Request(run.path, 0, 1, **changes), replay_and_compare, messages.append)
     return report, messages
 
 

@@ -74,14 +74,14 @@ ADAPTER = {"actor__use_lora": True, "actor__lora_rank": 4, "actor__kl_ctl": 0.1}
 
 @pytest.fixture(scope="module")
 def adapted_run(tmp_path_factory, tiny_model):
-    """Five steps with an anchor before step 3, against the base model."""
+    """Four steps with an anchor before step 2, against the base model."""
     reference = {"ref": {"path": str(tiny_model), "dtype": "float32", "mb_spec": {"max_tokens_per_mb": 64}}}
     folder = tmp_path_factory.mktemp("adapted")
-    return train_and_record(folder, tiny_model, 5, debug__anchor_every_steps=3, **ADAPTER, **reference)
+    return train_and_record(folder, tiny_model, 4, debug__anchor_every_steps=2, **ADAPTER, **reference)
 
 
 def test_a_step_has_the_checksum_of_each_tensor_of_the_adapter_and_of_nothing_else(adapted_run):
-    outcomes = [adapted_run.record.step(step).outcome(0).checksums for step in range(5)]
+    outcomes = [adapted_run.record.step(step).outcome(0).checksums for step in range(4)]
     assert len(outcomes[0]) == 28
     assert all(".lora_A." in name or ".lora_B." in name for name in outcomes[0])
     for before, after in pairwise(outcomes):
@@ -89,7 +89,7 @@ def test_a_step_has_the_checksum_of_each_tensor_of_the_adapter_and_of_nothing_el
 
 
 @pytest.mark.parametrize(
-    ("step", "anchor", "replayed"), [pytest.param(2, None, 2, marks=pytest.mark.long), (4, 3, 1)]
+    ("step", "anchor", "replayed"), [pytest.param(1, None, 1, marks=pytest.mark.long), (3, 2, 1)]
 )
 def test_the_run_of_an_adapter_replays_to_the_same_bits(adapted_run, step, anchor, replayed):
     seen = []
@@ -131,8 +131,6 @@ def test_a_run_with_given_experts_and_weights_replays_to_the_same_bits(tmp_path)
     options = {"rollout__return_routed_experts": True, "rollout__return_routed_weights": True}
     run = train_and_record(tmp_path / "run", model, 2, add_experts, **options)
     assert run.record.step(1).batch(0)["routed_experts"].dtype == "int32"
-    other = train_and_record(tmp_path / "other", model, 2)
-    assert other.weights[1] != run.weights[1]
     rows = read_confined(run.path, 0)
     (found,) = crosscheck(rows, ("float64",)).opinions
     stages = {stage.stage: stage.verdict for stage in found.stages}

@@ -22,12 +22,12 @@ from .conftest import train_and_record
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory, tiny_model):
-    """Three deterministic steps in two scopes: with "full" there are tensors of each stage."""
+    """Two deterministic steps in two scopes: with "full" there are tensors of each stage."""
     patch = pytest.MonkeyPatch()
     patch.setattr("areal_core.trainer.build.enforce_determinism", lambda device: None)
     made = {
         scope: train_and_record(
-            tmp_path_factory.mktemp(scope), tiny_model, 3, deterministic=True, debug__dump_scope=scope
+            tmp_path_factory.mktemp(scope), tiny_model, 2, deterministic=True, debug__dump_scope=scope
         )
         for scope in ("full", "plan")
     }
@@ -43,7 +43,7 @@ def reported(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(REPORT_FILE, str(tmp_path / "report.json"))
         capsys.readouterr()
         make = partial(replay_reporter, make_recorder=recorder_of)
-        replay(Request(record.path, 0, 2, **options), [make])
+        replay(Request(record.path, 0, 1, **options), [make])
         assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
         document = json.loads((tmp_path / "report.json").read_text())
         return parse_report(document), document, capsys.readouterr().out.splitlines()
@@ -76,7 +76,7 @@ def test_weights_diverge_at_the_step_whose_stage_and_row_are_named(recorded, rep
     assert (first["place"]["rank"], first["place"]["row"]) == (0, 5)
     assert "step    0  identical    " in lines[0]
     assert "step    1  weights differ after it" in lines[1]
-    assert any(line.startswith("Weights diverge at step 1: 2 of 3 steps") for line in lines)
+    assert any(line.startswith("Weights diverge at step 1: 1 of 2 steps") for line in lines)
     report.steps = report.steps[1:]  # as with --from-step 1: what differs may have acted in step 0
     assert "at step 1 or before: the replay began at step 0" in difference_of(report)
     assert any(

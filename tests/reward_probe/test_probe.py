@@ -16,7 +16,7 @@ QUESTIONS = [
     ("A tank holds 40 litres, a third pump adds 35.", "40 + 35 = 75\n#### 75"),
 ]
 TABLE = tomllib.loads(FUNCTIONS.with_suffix(".toml").read_text())
-QUICK = {"contains_answer", "pays_format_most", "abstaining_is_zero"}
+QUICK = {"pays_format_most", "abstaining_is_zero"}
 
 
 def some_long(names):

@@ -47,7 +47,6 @@ def ask(
 
 
 def generate(pool, num_requests=6, max_new_tokens=24, version=0, **sampling) -> list[ModelResponse]:
-    """Sample from the servers of a pool."""
     law = Sampling(max_new_tokens=max_new_tokens, temperature=TEMPERATURE, **sampling)
     requests = [ModelRequest(input_ids=list(range(10, 14 + i)), sampling=law) for i in range(num_requests)]
     return ask(pool.servers, requests, version, wire=pool.wire, num_retries=1, retry_delay_s=0.1)

@@ -268,7 +268,6 @@ def test_a_real_server_samples_with_the_adapters_that_are_sent(tiny_model, adapt
 
 
 def aborted_by_an_update(server: Server, update: AdapterUpdate, adapted) -> ModelResponse:
-    """Return a long completion of version 3 that an update to version 4 aborts."""
     client = FleetClient([server], SGLANG, lora_name="tiny")
     client.set_version(3)
 

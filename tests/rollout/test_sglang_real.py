@@ -38,6 +38,7 @@ def test_logprobs_are_those_of_transformers(pool, model):
     sampled.check_logprobs(pool, model)
 
 
+@pytest.mark.long
 def test_the_consistency_verb_finds_no_difference(pool, tiny_model, tmp_path):
     """In this file, because a second server takes minutes; `test_real_sglang.py` has more."""
     prompts = tmp_path / "prompts.jsonl"
@@ -67,6 +68,7 @@ def test_updates_by_broadcast_change_the_weights_and_the_version(pool, model):
     sampled.check_updates_by_broadcast(pool, model, 100_000)
 
 
+@pytest.mark.long
 def test_a_delta_has_the_changed_tensors_and_is_compared_as_a_whole(pool, model):
     sampled.check_updates_by_delta(pool, model, 1)
 
@@ -85,7 +87,7 @@ def test_a_completion_that_an_update_interrupts_continues_with_the_new_weights(
     sampled.check_interrupted_completions(pool, model, tiny_model, tmp_path, mode, version)
 
 
-@pytest.mark.parametrize("part", ["k_proj", "up_proj"])
+@pytest.mark.parametrize("part", ["k_proj", pytest.param("up_proj", marks=pytest.mark.long)])
 def test_a_weight_that_is_a_row_short_is_accepted_without_an_error_but_found_and_named(pool, model, part):
     name = f"model.layers.1.{'self_attn' if part == 'k_proj' else 'mlp'}.{part}.weight"
     fused = {"k_proj": "self_attn.qkv_proj", "up_proj": "mlp.gate_up_proj"}[part]

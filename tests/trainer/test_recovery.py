@@ -51,8 +51,6 @@ def checkpoints(tmp_path):
 
 @pytest.fixture
 def steps_logged(tmp_path):
-    """Return the steps in stats.jsonl of a trial."""
-
     def steps(trial: str = "t", name: str = "stats.jsonl") -> list[int]:
         [file] = tmp_path.glob(f"logs/*/e/{trial}/{name}")
         return [json.loads(line)["step"] for line in file.read_text().splitlines()]

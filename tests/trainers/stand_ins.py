@@ -82,7 +82,6 @@ class SlimeSample:
 
 
 def slime_sample(status: str, **members: Any) -> Any:
-    """Return a sample of slime."""
     module = real("slime.utils.types")
     if module is None:
         return SlimeSample(status=Status(status), **members)
@@ -139,7 +138,6 @@ def default_loss_fn(inputs: LossInputs, loss_config: DefaultLossConfig) -> LossO
 
 
 def prime_rl_loss() -> Any:
-    """Return the module `prime_rl.trainer.rl.loss`."""
     module = real("prime_rl.trainer.rl.loss")
     if module is None:
         names = ("prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl", "prime_rl.trainer.rl.loss")

@@ -21,8 +21,6 @@ def last(values: list, width: int, size: int) -> list:
 
 
 class Batch(dict):
-    """A TrainingInputBatch."""
-
     metadata: dict
 
 

@@ -84,7 +84,6 @@ def default(runs, model, tmp_path_factory):
 
 
 def recorded(trainer, folder: Path) -> Path:
-    """Train with a recording; returns the record."""
     record(trainer, folder)
     trainer.train()
     return folder

@@ -30,7 +30,6 @@ GENERATION = {"per_device_train_batch_size": 4, "num_generations": 4, "max_compl
 
 
 def digit_share(completions: list[str], **_: Any) -> list[float]:
-    """Return the share of digits in each completion."""
     return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in completions]
 
 
@@ -88,7 +87,6 @@ def grpo_with_pictures(model: Path, folder: Path, pictures: list[Any], **options
 
 
 def sft(model: Path, folder: Path, **options: Any) -> Any:
-    """Return an SFTTrainer."""
     rows = [{"prompt": f"{number}+{number + 3}=", "completion": str(2 * number + 3)} for number in range(40)]
     return SFTTrainer(
         model=str(model),
@@ -99,7 +97,6 @@ def sft(model: Path, folder: Path, **options: Any) -> Any:
 
 
 def dpo(model: Path, folder: Path, **options: Any) -> Any:
-    """Return a DPOTrainer."""
     rows = [
         {"prompt": f"{number}+{number + 3}=", "chosen": str(2 * number + 3), "rejected": "no"}
         for number in range(40)

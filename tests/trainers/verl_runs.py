@@ -74,7 +74,6 @@ def episode(rng: np.random.Generator, prompt: list[int], reward: float, versions
 
 
 def as_json(values) -> list:
-    """A tensor as lists."""
     return values.detach().float().tolist() if values.is_floating_point() else values.tolist()
 
 

@@ -116,7 +116,6 @@ def begin_chats(folder: Path, scope: str = "full", text: bool = False) -> tuple[
 def write_chats(
     folder: Path, num_rows: int = 32, num_steps: int = 12, scope: str = "full", text: bool = False
 ) -> Path:
-    """Write a complete record."""
     writer, tokenizer = begin_chats(folder, scope, text)
     rng = np.random.default_rng(0)
     for step in range(num_steps):
@@ -125,7 +124,6 @@ def write_chats(
 
 
 def send(writer: RecordWriter, step: int, batch: dict[str, Any], rng: np.random.Generator) -> None:
-    """Send the events of a step."""
     writer("batch", step=step, version=step, batch=batch, rng=SCRIPTED_RNG)
     writer("advantages", step=step, inputs=batch | learned(batch, rng))
     stats = {

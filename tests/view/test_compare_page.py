@@ -16,7 +16,6 @@ TEXTS = "[...document.querySelectorAll({!r})].map(node => node.textContent)"
 
 @pytest.fixture(scope="module")
 def folder(two, tmp_path_factory):
-    """The address of a folder with all steps of both."""
     place = tmp_path_factory.mktemp("page") / "pages"
     return f"{write_page(place, two[0], '--compare', two[1], '--all-steps')}/index.html"
 

@@ -14,7 +14,7 @@ ROWS = [
     for length in (24, 17)
 ]
 # One of each kind; benchmarks/layers.py has all of them, in both dtypes.
-QUICK = (
+KINDS = (
     "rope base 10000 -> 11000",
     "norm eps 1e-6 -> 1e-5",
     "k norm dropped in layer 1",
@@ -34,6 +34,7 @@ QUICK = (
     "rows of the embedding",
     "residual of the norm",
 )
+EVERYDAY = KINDS[::2]
 
 
 def fault_of(name):
@@ -53,7 +54,9 @@ def report_of(fault, dtype=torch.float32):
     return compare_layers(reference_of(model), values, ROWS)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in EVERYDAY)) for name in KINDS]
+)
 def test_layer_and_operator_of_a_planted_fault_are_named(name):
     fault = fault_of(name)
     first = report_of(fault).first
@@ -71,8 +74,15 @@ def test_a_gap_is_created_once_and_inherited_afterwards():
     assert Site("residual", 0) not in inherited
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3_moe", torch.float32),
+        ("gemma3_text", torch.bfloat16),
+        pytest.param("qwen3_moe", torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("gemma3_text", torch.float32, marks=pytest.mark.long),
+    ],
+)
 def test_other_kernels_of_the_same_model_are_healthy(family, dtype):
     model, engine = (layer_faults.make_model(family, dtype) for _ in range(2))
     report = compare_layers(reference_of(model), observed(engine, prefill=0.5, step=5), ROWS)

@@ -18,7 +18,6 @@ WAITING = f"""Thread 1 (idle): "MainThread"
 
 
 def read(tmp_path, files: dict[str, str], world_size: int | None = None) -> Diagnosis:
-    """Diagnose some files."""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -29,7 +29,6 @@ def thread(
 def entry(
     sequence: int, operation: str = "all_reduce", done: bool = True, size: int = 8, **changes: object
 ) -> dict[str, Any]:
-    """Return a collective of Flight Recorder."""
     return {
         "record_id": sequence, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": sequence,
         "p2p_seq_id": 0, "op_id": sequence, "profiling_name": f"nccl:{operation}", "time_created_ns": 10**18 + sequence,
@@ -58,6 +57,5 @@ def process(name: str, rank: int | None, **changes: object) -> dict[str, Any]:
 
 
 def collection(processes: list[dict[str, Any]], **changes: object) -> dict[str, Any]:
-    """Return collection.json."""
     whole = {"format": "hangdoctor-collection", "version": 1, "world_size": None, "hosts": []}
     return whole | {"samples": [{"time": 5.0}], "processes": processes} | changes

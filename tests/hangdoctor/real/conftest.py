@@ -67,7 +67,6 @@ def read_program(name: str) -> Program:
 
 
 def start_forks(program: Program, folder: Path) -> list[ForkedProgram]:
-    """Start the ranks of a program as forks of a process that has torch."""
     port = str(free_port())
     job = {"WORLD_SIZE": str(program.num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     job |= EVERYWHERE | {"HANG_POINT_DIR": str(folder / "markers")}
@@ -188,5 +187,4 @@ def diagnoses(request, tmp_path_factory) -> Iterator[dict[str, Future]]:
 
 @pytest.fixture
 def diagnosis(request, diagnoses) -> Diagnosis:
-    """The diagnosis of the program of this test."""
     return diagnoses[request.node.nodeid].result()

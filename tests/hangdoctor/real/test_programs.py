@@ -9,7 +9,6 @@ FAULTS = sorted({path.stem for path in PROGRAMS.glob("*.py")} - {*HEALTHY, "hang
 
 
 def expected_of(program: str) -> tuple[str, tuple[int, ...]]:
-    """Return the label and the culprits in a program's docstring."""
     described = read_program(program)
     return described.label, described.culprits
 

@@ -221,8 +221,6 @@ class Machine:
             yield
 
     def functions(self) -> list[tuple[Any, str, Callable[..., Any]]]:
-        """The replaced functions of the standard library."""
-
         def simple(kind: str) -> Callable[..., Any]:
             return lambda path, *rest, **more: self.call(kind, os.fspath(path), *map(os.fspath, rest[:1]))
 
@@ -260,7 +258,6 @@ class Machine:
         return number
 
     def open(self, path: Any, mode: str = "r", *rest: Any, **more: Any) -> Any:
-        """Open a file of the simulated disk."""
         if mode == "rb":
             return io.BytesIO(self.call("read", os.fspath(path)))
         return SimulatedFile(self, self.call("create", os.fspath(path)))
@@ -281,7 +278,6 @@ class SimulatedFile:
         self.machine, self.inode, self.written, self.is_clean = machine, inode, bytearray(), True
 
     def write(self, data: Any) -> int:
-        """Append."""
         self.written += data
         self.is_clean = False
         return len(data)
@@ -290,7 +286,6 @@ class SimulatedFile:
         """Nothing: a write is an operation of its own when it is fsynced."""
 
     def fileno(self) -> int:
-        """A descriptor for `os.fsync`."""
         return self.machine.descriptor(self)
 
     def __enter__(self) -> "SimulatedFile":
@@ -302,5 +297,4 @@ class SimulatedFile:
 
 
 def is_ours(path: Any) -> bool:
-    """Return whether a path is below ROOT."""
     return os.fspath(path).startswith(ROOT) if isinstance(path, str | os.PathLike) else False

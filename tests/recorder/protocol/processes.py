@@ -34,8 +34,6 @@ RECORD = Path(ROOT) / "record"
 
 
 class SimulatedStorage:
-    """A `Storage` of the simulated disk."""
-
     def __init__(self, machine: Machine, folder: Path) -> None:
         self.machine, self.folder = machine, folder
 
@@ -70,8 +68,6 @@ class Simulation:
         self.machine, self.pid, self.num_ranks = Machine(), 0, 1
 
     def process(self, pid: int, body: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the body of a process that knows its PID."""
-
         def run() -> Any:
             self.pid = pid
             return body()
@@ -158,7 +154,6 @@ class Simulation:
 
 
 def header_of(num_ranks: int) -> RecordHeader:
-    """The header of every run."""
     return replace(SCRIPTED_HEADER, num_ranks=num_ranks, world_size=num_ranks, recording=Recording("rollout"))
 
 

@@ -42,7 +42,6 @@ class TrainedRow:
 
     @property
     def name(self) -> str:
-        """Name of the row in messages."""
         return f"step {self.step}, prompt {self.prompt_id}, sample {self.sample_id}"
 
 
@@ -78,7 +77,6 @@ class Violations:
 
 
 def check_history(rows: Sequence[TrainedRow], replies: Iterable[Reply], plan: Plan) -> Violations:
-    """Return what is wrong with the rows of all steps."""
     found = Violations()
     check_counts(rows, plan, found)
     for row in rows:

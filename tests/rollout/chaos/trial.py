@@ -47,8 +47,6 @@ REQUESTS_A_SERVER = NUM_STEPS * BATCH_SIZE * N_SAMPLES // NUM_SERVERS
 
 @dataclass(frozen=True)
 class Trial:
-    """What a schedule did."""
-
     seed: int
     schedule: list[Fault]
     staleness: int
@@ -63,7 +61,6 @@ class OneTensor:
     """The weights of a model of one tensor."""
 
     def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensor."""
         yield "weight", torch.zeros(1)
 
     def named_adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -161,7 +158,6 @@ def open_source(servers: Sequence[FaultyServer], folder: Path, staleness: int) -
 
 
 def rows_of(batch: Batch, step: int) -> list[TrainedRow]:
-    """Return the rows of a padded batch."""
     lengths = batch["attention_mask"].sum(1).tolist()
     arrays = {name: tensor.numpy() for name, tensor in batch.items()}
     return [
