@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 
 import pytest
 
@@ -9,6 +10,7 @@ from areal_debug import Recorder
 from tests.command_line import reported
 
 NUM_ROWS, BATCH = 160, 5
+late = partial(pytest.param, marks=pytest.mark.long)
 
 
 def coverage(folder, order, *, period=NUM_ROWS, config=None, sizes=None):
@@ -33,7 +35,7 @@ def coverage(folder, order, *, period=NUM_ROWS, config=None, sizes=None):
     return reported("record", "coverage", folder / "record", data)
 
 
-@pytest.mark.parametrize("period", [NUM_ROWS, 40, 16])
+@pytest.mark.parametrize("period", [NUM_ROWS, pytest.param(40, marks=pytest.mark.long), 16])
 def test_lost_rows_are_counted_whether_prompts_repeat_or_not(tmp_path, period):
     read = [n for n in range(140) if n % 9 != 4]
     code, found = coverage(tmp_path, read[:100], period=period)
@@ -99,7 +101,7 @@ def test_one_order_of_all_passes_is_named_where_an_option_shuffles(tmp_path, see
     [
         (lambda order: order, "complete"),
         (lambda order: [n for n in order if n % 9 != 4], "incomplete"),
-        (lambda order: [n for n in order for _ in range(1 + 3 * (n % 9 == 4))], "incomplete"),
+        late(lambda order: [n for n in order for _ in range(1 + 3 * (n % 9 == 4))], "incomplete"),
         (lambda order: random.Random(2).choices(range(NUM_ROWS), k=len(order)), "unknown"),
     ],
 )

@@ -29,6 +29,7 @@ def executed(name: str, folder: Path, monkeypatch, **environment: str) -> list[s
     ]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_notebook_of_a_record_shows_its_steps_rewards_and_intact_bytes(recorded, tmp_path, monkeypatch):
     shown = executed("look_at_a_record.ipynb", tmp_path, monkeypatch, RECORD=str(recorded))

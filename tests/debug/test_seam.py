@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from areal_debug.resume.seam import line_of
 from tests.command_line import invoke, printed, reported
 
 STEPS, BREAK = 24, 12
+late = partial(pytest.param, marks=pytest.mark.long)
 
 
 def rows_of(step, seed, version, kl, engine, prompts):
@@ -77,12 +79,12 @@ def seam(*arguments):
             {"seed": lambda s: s - 12, "prompts": lambda s: range(5 * (s - 12), 5 * s - 55)},
             "the seeds begin again",
         ),
-        ("version", {"version": lambda s: s - 12}, "the version counter is 0 again"),
+        late("version", {"version": lambda s: s - 12}, "the version counter is 0 again"),
         ("reference", {"kl": lambda s: 1e-9 * (s - 11)}, "the reference is the resumed policy"),
-        ("engine", {"engine": lambda s: 0.01 if s > 12 else 0.9}, "sampled with other weights"),
+        late("engine", {"engine": lambda s: 0.01 if s > 12 else 0.9}, "sampled with other weights"),
         ("data", {"prompts": lambda s: range(5 * (s - 12), 5 * s - 55)}, "the data is read again"),
         ("staleness", {"version": lambda s: 12 + (s - 12) // 4}, "staler than ever"),
-        ("layout", {"prompts": lambda s: range(9 * s, 9 * s + 9)}, "rows of a step"),
+        late("layout", {"prompts": lambda s: range(9 * s, 9 * s + 9)}, "rows of a step"),
     ],
 )
 def test_each_state_is_named_and_the_others_continue(tmp_path, write, state, changes, says):

@@ -11,7 +11,7 @@ ROWS = [{"input_ids": [5 + i, 6, 7, 8 + i % 3], "loss_mask": [0, 1, 1, 1]} for i
 @pytest.mark.parametrize(
     ("periods", "steps"),
     [
-        ({"freq_epochs": 1}, {2, 5}),
+        pytest.param({"freq_epochs": 1}, {2, 5}, marks=pytest.mark.long),
         ({"freq_epochs": 1, "freq_steps": 2}, {1, 2, 3, 5}),
         ({"freq_secs": 100}, {1, 3, 5}),
         ({}, set()),

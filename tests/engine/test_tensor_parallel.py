@@ -19,8 +19,7 @@ from tests.engine import tensor_parallel_program as program
 
 PROGRAM = Path(__file__).parent / "tensor_parallel_program.py"
 steps = program.program
-# Biases, experts, and norms of heads with tied weights; the other families use the same code
-# (`test_families.py` tests all of them).
+# Biases, experts, and norms of heads with tied weights; the other families use the same code.
 TRIED = ("llama", "qwen3_moe", "gemma3_text")
 
 

@@ -25,7 +25,7 @@ from tests.engine import vision_program as program
 
 PROGRAM = Path(__file__).parent / "vision_program.py"
 QUICK = ("qwen2_5_vl", "gemma3")
-FAMILIES = [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in VISION_FAMILIES]
+FAMILIES = [pytest.param(name, marks=[pytest.mark.long] * (name != QUICK[0])) for name in VISION_FAMILIES]
 
 
 @pytest.fixture(scope="module")

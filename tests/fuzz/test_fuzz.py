@@ -51,7 +51,7 @@ def test_the_corpus_is_small_and_each_input_of_it_has_an_effect():
 @pytest.mark.parametrize(
     ("edits", "kind", "where"),
     [
-        ([["text", "name", "raise"]], "traceback", "KeyError: 'broken'"),
+        pytest.param([["text", "name", "raise"]], "traceback", "KeyError: 'broken'", marks=pytest.mark.long),
         pytest.param([["text", "name", "sleep"]], "hang", "no frame", marks=pytest.mark.long),
         pytest.param([["text", "name", "allocate"]], "memory", "no error", marks=pytest.mark.long),
         pytest.param([["text", "name", "exit"]], "died", "exit code 3", marks=pytest.mark.long),

@@ -59,8 +59,14 @@ FILES = {
 }
 
 
+# One of each kind of file: tensors, a queue, lines, pickles, Parquet, text.
+EVERYDAY = {"verl", "verl, a queue", "nemo-rl", "skyrl", "trl", "verl-text"}
+
+
 @pytest.mark.parametrize("kept", [0.9, pytest.param(0.02, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in EVERYDAY)) for name in FILES]
+)
 def test_a_file_that_was_not_written_to_its_end_is_left_out_and_named(name, kept, tmp_path):
     second = two_steps(FILES[name][0], tmp_path / "run", *FILES[name][1:])
     whole = import_record(tmp_path / "run", tmp_path / "whole")

@@ -327,7 +327,7 @@ CASES = [
     Case("crosscheck", "numbers", "absent", partial(recorded, config=crosscheck_steps.TRL)),
     Case("consistency", "logprobs", "absent", partial(sampled, no_logprobs)),
     Case("consistency", "tokens", "absent", partial(sampled, lambda batch: batch["loss_mask"].fill(0))),
-    Case("consistency", "weights", "stale", partial(other_weights, None)),
+    Case("consistency", "weights", "stale", partial(other_weights, None), is_long=True),
     Case("consistency", "weights", "absent", updated),
     Case("hang", "samples", "absent", one_sample),
     Case("hang", "movement", "absent", partial(hang_of, {f"rank_{r}": still(COMPUTE) for r in range(2)})),
@@ -345,13 +345,15 @@ CASES = [
     Case("doctor", "numbers", "absent", partial(metrics, {name: [""] * 20 for name in WELL})),
     Case("doctor", "numbers", "damaged", partial(metrics, {name: ["?"] * 20 for name in WELL})),
     Case("doctor", "numbers", "contradictory", partial(metrics, {name: ["nan"] * 20 for name in WELL})),
-    Case("reward probe", "rows", "absent", partial(probed, "exact", [{"prompt": "1+1="}])),
+    Case("reward probe", "rows", "absent", partial(probed, "exact", [{"prompt": "1+1="}]), is_long=True),
     *(
         Case("reward probe", "rewards", how, partial(probed, function, ALIKE), is_long=how != "absent")
         for how, function in (("absent", "raises"), ("damaged", "not_a_number"), ("stale", "constant"))
     ),
     Case("reward rescore", "rewards", "absent", partial(rescored, 0, "exact", ALL_ROWS)),
-    Case("reward rescore", "rewards", "contradictory", partial(rescored, 12, "raises", ALL_ROWS)),
+    Case(
+        "reward rescore", "rewards", "contradictory", partial(rescored, 12, "raises", ALL_ROWS), is_long=True
+    ),
     Case("reward rescore", "rows", "absent of most", partial(rescored, 12, "exact", ALL_ROWS[:2])),
     Case("trace", "steps", "3 of 4", partial(traced, 3)),
     Case("record seam", "states", "absent", one_log),

@@ -193,7 +193,7 @@ def contend(lock, begin, results, over, number):
         held.check()
 
 
-@pytest.mark.parametrize("remains", [None, b"", b"[" * 100_000])
+@pytest.mark.parametrize("remains", [None, pytest.param(b"", marks=pytest.mark.long), b"[" * 100_000])
 def test_exactly_one_of_eight_contenders_wins(tmp_path, remains):
     lock = tmp_path / "lock"
     if remains is not None:

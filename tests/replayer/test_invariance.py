@@ -109,10 +109,7 @@ BUGS = {
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize(
     "bug",
-    [
-        pytest.param(bug, marks=[pytest.mark.long] if bug in ("rows", "means", "forgotten ranks") else [])
-        for bug in BUGS
-    ],
+    [pytest.param(bug, marks=[pytest.mark.long] * (bug != "none")) for bug in BUGS],
 )
 def test_a_recorded_step_is_the_same_in_every_layout_but_for_a_bug(records, monkeypatch, num_ranks, bug):
     changes, wanted = BUGS[bug]

@@ -94,9 +94,10 @@ def test_a_planted_value_is_named_with_its_row(tmp_path, tiny_model, what, edit,
         pytest.param(
             break_output, "actor, minibatch 0: the value (values) is not finite in 1 row", marks=LONG
         ),
-        (
+        pytest.param(
             break_gradient,
             "critic, minibatch 0: the gradient of model.embed_tokens.weight is not finite in at least 1",
+            marks=LONG,
         ),
     ],
 )

@@ -352,7 +352,7 @@ def test_images_of_prompts_are_recorded(runs, tmp_path):
 @pytest.mark.parametrize(
     ("options", "is_wrong", "named"),
     [
-        ({"gradient_accumulation_steps": 2}, False, set()),
+        pytest.param({"gradient_accumulation_steps": 2}, False, set(), marks=pytest.mark.long),
         (
             {"loss_type": "bnpo"},
             False,

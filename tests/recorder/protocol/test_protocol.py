@@ -258,6 +258,7 @@ SLOW = {
     "2 runs, one folder",
     "resume behind step 1 of 1",
     "a cut-back removes step.json with the rest",
+    "an archive's step is committed before its objects",
     "no check of the lock at commits",
 }
 LONG = {
