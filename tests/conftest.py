@@ -36,8 +36,9 @@ FIRST = [
     *("tests/rollout/test_pool_kill.py", "tests/debug", "tests/rollout", "tests/consistency"),
     *("tests/replayer", "tests/engine", "tests/launch", "tests/trainer", "tests/recorder/protocol"),
 ]
-# Folders whose tests share what is expensive to make: processes that hang, a record.
-ONE_SCOPE = ("tests/hangdoctor/real/", "tests/bug/")
+# Tests that share what is expensive to make: processes that hang, a record, a browser.
+BROWSER = ("tests/view/", "tests/debug/test_open.py", "tests/debug/test_other_trainers.py")
+ONE_SCOPE = (("tests/hangdoctor/real/",), ("tests/bug/",), BROWSER)
 EXIT_STATUS = pytest.StashKey[int]()
 FORKS = pytest.StashKey[subprocess.Popen[bytes]]()
 SCRATCH = pytest.StashKey[str]()
@@ -70,8 +71,8 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def scope_of(nodeid: str) -> str:
-    """Return what one worker runs: the file of a test, or a folder of ONE_SCOPE."""
-    return next((folder for folder in ONE_SCOPE if nodeid.startswith(folder)), nodeid.split("::")[0])
+    """Return what one worker runs: the file of a test, or the first name of its scope in ONE_SCOPE."""
+    return next((scope[0] for scope in ONE_SCOPE if nodeid.startswith(scope)), nodeid.split("::")[0])
 
 
 def pytest_collection_modifyitems(items):

@@ -79,6 +79,7 @@ def test_experts_that_are_computed_otherwise_are_named(name, tmp_path, monkeypat
     assert name in diagnosis(rows, folder).causes[0].name
 
 
+@pytest.mark.long
 def test_a_copy_of_the_weights_in_bfloat16_is_no_fault_of_an_engine_that_declares_it(folder):
     def copied(model):
         return Variant("", "", [(p, lambda old: old.bfloat16().float()) for p in model.parameters()])

@@ -120,13 +120,9 @@ from pathlib import Path
 check_packages(Path({str(tmp_path)!r}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if content is None:
-        assert done.returncode == 0, done.stderr
-    else:
-        assert (
-            f"ImportError: the package recorder at {tmp_path}/recorder/__init__.py is not the one"
-            in done.stderr
-        )
+    refusal = f"ImportError: the package recorder at {tmp_path}/recorder/__init__.py is not the one"
+    assert (refusal in done.stderr) == (content is not None), done.stderr
+    assert (done.returncode == 0) == (content is None)
 
 
 def test_a_package_that_shadows_ours_ends_the_command_with_one_sentence(tmp_path):

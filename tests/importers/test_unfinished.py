@@ -13,8 +13,9 @@ from . import dataproto, eras, lines, pickled
 from .known import KNOWN
 
 
-def two_steps(write, folder: Path, first: str, second: str) -> Path:
+def two_steps(write, folder: Path, name: str, step: int) -> Path:
     """Write a dump, and its file again under the name of the next step; return the second file."""
+    first, second = (name.format(number) for number in (step, step + 1))
     folder.mkdir()
     write(folder)
     (folder / second).parent.mkdir(parents=True, exist_ok=True)
@@ -22,40 +23,32 @@ def two_steps(write, folder: Path, first: str, second: str) -> Path:
     return folder / second
 
 
-# format -> writer, file of a step, file of the next step
+def write_one_of_queue(folder: Path) -> None:
+    shutil.rmtree(eras.write_verl_queue(folder) / "exp_proj/GBS2_N2_in4_out5/5/1")
+
+
+def write_one_of_slime(folder: Path) -> None:
+    (pickled.write_slime(folder) / "rollout_data/10.pt").unlink()
+
+
+def write_first_of_areal(folder: Path) -> None:
+    pickled.write_areal_padded(folder).rename(folder / "batch_data_1.pt")
+
+
+# format -> writer, file of a step, number of that step
 FILES = {
-    "verl": (
-        dataproto.write_verl,
-        "exp_proj/GBS4_N2_in4_out5/7/gen_batch.dp",
-        "exp_proj/GBS4_N2_in4_out5/8/gen_batch.dp",
-    ),
-    "verl, a queue": (
-        lambda folder: shutil.rmtree(eras.write_verl_queue(folder) / "exp_proj/GBS2_N2_in4_out5/5/1"),
-        "exp_proj/GBS2_N2_in4_out5/5/0/tq_batch.pt",
-        "exp_proj/GBS2_N2_in4_out5/6/0/tq_batch.pt",
-    ),
-    "nemo-rl": (lines.write_nemo_rl, "exp_001/train_data_step5.jsonl", "exp_001/train_data_step6.jsonl"),
-    "skyrl": (
-        pickled.write_skyrl,
-        "dumped_data/global_step_12_training_input.pkl",
-        "dumped_data/global_step_13_training_input.pkl",
-    ),
-    "roll": (dataproto.write_roll_rlvr, "train/step_000003.pkl", "train/step_000004.pkl"),
-    "xtuner": (pickled.write_xtuner, "debug_rollout_2.pt", "debug_rollout_3.pt"),
-    "slime": (
-        lambda folder: (pickled.write_slime(folder) / "rollout_data/10.pt").unlink(),
-        "rollout_data/9.pt",
-        "rollout_data/10.pt",
-    ),
-    "areal": (pickled.write_areal_padded, "batch_data.pt", "batch_data_2.pt"),
-    "areno": (lines.write_areno, "step_000007.jsonl", "step_000008.jsonl"),
-    "trl": (
-        lines.write_trl,
-        "completions/completions_00001.parquet",
-        "completions/completions_00002.parquet",
-    ),
-    "verl-text": (lines.write_verl_text, "1.jsonl", "2.jsonl"),
-    "roll-text": (lines.write_roll_text, "rollout_dump_data.step_1.jsonl", "rollout_dump_data.step_2.jsonl"),
+    "verl": (dataproto.write_verl, "exp_proj/GBS4_N2_in4_out5/{}/gen_batch.dp", 7),
+    "verl, a queue": (write_one_of_queue, "exp_proj/GBS2_N2_in4_out5/{}/0/tq_batch.pt", 5),
+    "nemo-rl": (lines.write_nemo_rl, "exp_001/train_data_step{}.jsonl", 5),
+    "skyrl": (pickled.write_skyrl, "dumped_data/global_step_{}_training_input.pkl", 12),
+    "roll": (dataproto.write_roll_rlvr, "train/step_{:06}.pkl", 3),
+    "xtuner": (pickled.write_xtuner, "debug_rollout_{}.pt", 2),
+    "slime": (write_one_of_slime, "rollout_data/{}.pt", 9),
+    "areal": (write_first_of_areal, "batch_data_{}.pt", 1),
+    "areno": (lines.write_areno, "step_{:06}.jsonl", 7),
+    "trl": (lines.write_trl, "completions/completions_{:05}.parquet", 1),
+    "verl-text": (lines.write_verl_text, "{}.jsonl", 1),
+    "roll-text": (lines.write_roll_text, "rollout_dump_data.step_{}.jsonl", 1),
 }
 
 

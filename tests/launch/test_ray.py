@@ -20,6 +20,7 @@ from areal_core.launch.run import launch
 from tests.launch.conftest import TINY, TRAIN, overrides
 
 ROOT = Path(__file__).parents[2]
+FIRST = "rank 1 failed first, with exit code {}; the last lines of its standard error:\n    no such weights"
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +97,7 @@ def test_the_rank_that_fails_first_gives_code_and_error_and_the_other_is_ended(c
     """
     assert launch(job(tmp_path, body)) == 7
     printed = capfd.readouterr().out
-    assert (
-        "rank 1 failed first, with exit code 7; the last lines of its standard error:\n    no such weights"
-        in printed
-    )
+    assert FIRST.format(7) in printed
     [waiting] = tmp_path.glob("*.pid")
     assert not psutil.pid_exists(int(waiting.stem))
 
@@ -125,10 +123,7 @@ def test_each_machine_has_an_agent_and_the_earliest_failure_counts(cluster, tmp_
     printed = capfd.readouterr().out
     assert "rank 0 2 0 0\n" in printed
     assert "rank 1 2 0 1\n" in printed
-    assert (
-        "rank 1 failed first, with exit code 6; the last lines of its standard error:\n    no such weights"
-        in printed
-    )
+    assert FIRST.format(6) in printed
 
 
 @pytest.mark.long

@@ -44,10 +44,8 @@ Traceback for thread 13 (worker) [Has the GIL] (most recent call last):
 
 
 def test_an_exception_in_a_log_is_no_stack_of_a_waiting_rank():
-    assert (
-        parse_stacks_text('Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: x\n')
-        == []
-    )
+    error = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: x\n'
+    assert parse_stacks_text(error) == []
 
 
 def pyspy_json(pid: int, function: str, os_ids: list[int | None]) -> str:

@@ -93,10 +93,8 @@ def test_kubernetes_commands_are_printed_and_run(rank, tmp_path, monkeypatch):
     kubectl = put_on_path(tmp_path, monkeypatch, "kubectl", KUBECTL)
     done = run_collect(tmp_path, "--k8s", "job=train", "--namespace", "rl")
     assert done.exit_code == 0, done.output
-    assert (
-        f"kubectl exec --stdin trainer-0 --namespace=rl -- {sys.executable} -c COLLECTOR --match=named"
-        in done.stderr
-    )
+    command = f"kubectl exec --stdin trainer-0 --namespace=rl -- {sys.executable} -c COLLECTOR --match=named"
+    assert command in done.stderr
     calls = (kubectl.parent / "kubectl.calls").read_text().splitlines()
     assert calls[0] == "get pods --selector=job=train --field-selector=status.phase=Running --"
     assert [p.host for p in read_manifest(tmp_path / "out").processes if p.pid] == ["trainer-0"]

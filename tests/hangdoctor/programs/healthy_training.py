@@ -2,6 +2,7 @@
 
 label: healthy
 ranks: 2
+computes: yes
 """
 
 import torch
