@@ -61,8 +61,11 @@ for words in json.loads(sys.argv[1]):
     if os.fork() == 0:
         try:
             main(words, prog_name="areal-debug")
-        finally:
+        except SystemExit as end:  # without the end of an interpreter, which takes longer than the verb
             print([name for name in ("torch", "transformers", "pandas", "pyarrow") if name in sys.modules])
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code)
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
     commands = json.dumps([[*line.split(), str(tmp_path / "missing")] for line in lines])
