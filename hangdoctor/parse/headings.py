@@ -12,7 +12,7 @@ other prose about a rank opens nothing.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hangdoctor.model import Frame, Thread
@@ -23,8 +23,11 @@ Whose = Literal["named", "everybody", "others"]
 
 # of py-spy, and of `ray stack` before a row of `ps aux`
 PROCESS = re.compile(
-    r"^(?:Process|Stack dump for \S+) +(\d+)(?:(?:: *|  *[\d.]+ .*\d:\d\d +| (?=\())(.*))?$", re.M
+    r"^(?:Process|Stack dump for \S+) +(\d+)(?:(?:: *|  *[\d.]+ .*\d:\d\d +| (?=\())(?P<command>.*))?$", re.M
 )
+# a command that somebody pasted with what it printed
+DUMPED = re.compile(r"^(?:.{0,60}[$#] )?(?:sudo )?(?:py-spy dump|pystack remote)\b[^|&;\n]*?[ =](\d{1,9})\b")
+TAG = re.compile(r"</?(?:details|summary|b|code|pre|h\d|p|br)>")
 ROLE_WORDS = "|".join(sorted((role for role in ROLES if role not in ("train", "ref")), key=len, reverse=True))
 NUMBERS = r"[\[({]?(\d[\d ,.\-–&]*(?:(?:and|to|through) \d+)?)[\])}]?"
 WORDS_BEFORE = (
@@ -33,7 +36,8 @@ WORDS_BEFORE = (
 )
 WORDS_BEHIND = (
     r" ?\([^()]*\)|:? ?\"[\w ]+\"| ?[,;] ?(?:pid|host|node|local).{0,40}| on (?:host |node )?\S+| (?:stacks?|traces?|dumps?|backtrace)|"
-    r"[ ,:]+(?:is |are |all )?(?:idle|active|waiting|stuck|hung|blocked|running|hangs?)(?: here)?| ?(?:/|of) ?\d+|: \S+:\d+"
+    r"[ ,:]+(?:is |are |all )?(?:idle|active|waiting|stuck|hung|blocked|running|hangs?)(?: here| for [\d.]+ ?\w+)?|"
+    r" ?(?:/|of) ?\d+|: \S+:\d+"
 )
 RANKS = re.compile(
     rf"^(?:(?:{WORDS_BEFORE})[:, ] ?){{0,4}}(?:[\w.\-]{{1,40}}/)?(?:({ROLE_WORDS})[ _])?(?:local[_ ]|global[_ ])?"
@@ -170,19 +174,11 @@ ENTRIES = ("<module>", "_bootstrap", "_run_module_as_main")
 
 def section_header(line: str, current: Section) -> Section | None:
     """Return a new process where the line opens one; ranks of a heading before it are kept."""
-    if match := PROCESS.match(line):
+    if (match := PROCESS.match(line)) or (match := DUMPED.match(line)):
         heading = current if current.headed and not current.threads else Section()
-        return Section(
-            heading.ranks,
-            heading.role,
-            int(match[1][:9]),
-            match[2] or "",
-            [],
-            heading.count,
-            heading.whose,
-            True,
-        )
-    bare = line.strip(DECORATION)
+        pid, command = int(match[1][:9]), match.groupdict().get("command") or ""
+        return replace(heading, pid=pid, command=command, threads=[], headed=True, message="")
+    bare = TAG.sub("", line).strip(DECORATION)
     if not bare or len(line) > 200:
         return None
     said = line[0] in "#/=*$" or line.startswith((">>>", "---")) or line.rstrip("`* ").endswith(":")

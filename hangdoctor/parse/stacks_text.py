@@ -40,7 +40,7 @@ MAYBE_PREFIXED = re.compile(r"^[^\S\n]*(?:\[|\(|\d+:|[\w.\-]+-\d+\s+\|)", re.M)
 CLOCK = re.compile(
     r"^(?:\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?: (?:DP|PP|TP|EP)\d+)+\] ?|"  # SGLang names its rank
     r"\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,\d]*(?:[+-]\d\d:?\d\d|Z)?(?: \w+)?\]? ?"
-    r"(?:\[?(?:INFO|ERROR|WARNING|DEBUG|CRITICAL)\]?:? ?)?(?:\[[\w.]+\]:? ?)?|"
+    r"(?:- [\w.]+ - )?(?:\[?(?:INFO|ERROR|WARNING|DEBUG|CRITICAL)\]?:? ?)?(?:- )?(?:\[[\w.]+\]:? ?)?|"
     r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+?\] )"
 )
 CLOCKS = "[0123456789IWEF"  # what one begins with

@@ -91,11 +91,13 @@ def init_verdict(
     """Return the verdict that blames `culprits`, with `fact` in the summary and the evidence."""
     peers = [s for s in graph.waiting_ranks if s not in culprits]
     others = f"; {wait_in(peers)}" if peers else ""
+    verb, _, rest = fact.partition(" ")
+    said = f"{plural(culprits, verb, 'have' if verb == 'has' else 'are')} {rest}"
     return make_verdict(
         "init_deadlock",
         confidence(case, graph, culprits, best),
         culprits,
-        f"{begin(name_ranks(culprits))} {fact}: it is at {place(culprits[0])}{others}.",
+        f"{begin(name_ranks(culprits))} {said}: {plural(culprits, 'it', name_ranks(culprits[:1]))} is at {place(culprits[0])}{others}.",
         stack_evidence(culprits, fact, graph) + waiting_evidence(graph, culprits) + stillness(case),
     )
 
