@@ -97,7 +97,9 @@ class Trl:
 
     def loss(self, given: LossInputs, options: Options) -> tuple[float, Tensor]:
         """Compute the loss of an update, and its gradient by `given.current`. Raises CannotRun."""
-        kinds = {how: kind for kind, how in TRL_AGGREGATIONS.items() if kind not in ("bnpo", "cispo")}
+        kinds = {how: kind for kind, how in TRL_AGGREGATIONS.items() if kind != "cispo"}
+        if options.micro_batches > 1 or len(given.ranks.unique()) > 1:
+            kinds.pop("token-mean of each micro-batch")
         if options.aggregation not in kinds:
             raise CannotRun(f"TRL has no aggregation {options.aggregation}")
         high = options.clip_low if options.clip_high is None else options.clip_high

@@ -13,32 +13,17 @@ import numpy as np
 
 from areal_core.config.vision_checks import model_type
 from recorder.environment import folder_identity
+from replayer.crosscheck import twin
 from replayer.crosscheck.frameworks import FRAMEWORKS, CannotRun, Framework
 from replayer.crosscheck.model_pass import ModelPass, load_pass
-from replayer.crosscheck.options import KNOWN, STAGES, Change, Explanation, Options, explain, sentence
+from replayer.crosscheck.options import KNOWN, OPEN, STAGES, Change, Explanation, Options, explain, sentence
 from replayer.crosscheck.shape import is_of_others, shape_of
 from replayer.crosscheck.step_rows import Floats, StepRows, Update
 from replayer.crosscheck.their_configs import TABLES, Configured, options_of
-from replayer.crosscheck.twin import (
-    UNIT,
-    Bounded,
-    Loss,
-    LossInputs,
-    advantages_of,
-    divisor_of,
-    exactly,
-    kl_rewards,
-    loss_inputs,
-    loss_of,
-    mask_of,
-    micro_batch_of,
-    paid_rewards,
-    row_rewards,
-    sum_error,
-    value_loss_of,
-)
+from replayer.crosscheck.twin import UNIT, Bounded, Loss, LossInputs, exactly, mask_of
 from replayer.errors import WrongModel
 
+Recompute = Callable[[Options], Bounded]
 SMALLEST = 2.0**-126
 OF_PARTS = 1e-5  # that a sum of logged parts may be off
 NEARER = 0.5  # of a difference, that an explanation may leave: one of larger bounds alone explains nothing
@@ -66,7 +51,7 @@ class Observation:
     stage: str
     name: str
     recorded: Floats
-    recompute: Callable[[Options], Bounded]
+    recompute: Recompute
 
     def misfit(self, found: Bounded) -> Floats:
         """Divide differences by what rounding to float32 allows: above 1, it explains nothing."""
@@ -88,7 +73,7 @@ def observations_of(rows: StepRows, configured: Options) -> list[Observation]:
         for name, how in REWARD_STATISTICS.items()
         if name in rows.stats
     ]
-    if (paid := paid_rewards(rows, configured)) is not None:
+    if (paid := twin.paid_rewards(rows, configured)) is not None:
         seen = np.where(np.isnan(paid), np.nan, rows.rewards)
         name, kinds = "rewards of overlong rows", {True: exactly(seen), False: exactly(paid)}
         found.append(Observation("rewards", name, seen, lambda o: kinds[o.overlong_paid is None]))
@@ -103,31 +88,28 @@ def observations_of(rows: StepRows, configured: Options) -> list[Observation]:
         found.append(Observation("mask", name, is_counted, lambda o: exactly(mask_of(rows, o))))
     recorded = rows.tensors
     if "kl_rewards" in recorded:
-        found.append(Observation("kl", "kl_rewards", recorded["kl_rewards"], partial(kl_rewards, rows)))
+        found.append(Observation("kl", "kl_rewards", recorded["kl_rewards"], partial(twin.kl_rewards, rows)))
         if "total_rewards" in recorded:
             total = np.where(rows.mask, recorded["total_rewards"] - recorded["kl_rewards"], 0.0).sum(1)
             found.append(Observation("advantages", "normalised rewards", total, partial(terminal, rows)))
     if {"values", "returns"} <= recorded.keys():
         found += [
-            Observation("values", name, np.asarray(rows.stats[name]), partial(value_loss_of, rows))
+            Observation("values", name, np.asarray(rows.stats[name]), partial(twin.value_loss_of, rows))
             for name in TABLES["value_losses"]
             if name in rows.stats
         ]
     if "advantages" in recorded:
-        return [*found, Observation("advantages", "advantages", counted, partial(advantages_of, rows))]
+        given = np.where(np.isnan(rows.rewards)[:, None], np.nan, counted)
+        return [*found, Observation("advantages", "advantages", given, partial(twin.advantages_of, rows))]
     return found + [
-        statistic(rows, "advantages", name, how, lambda o: advantages_of(rows, o).at(mask_of(rows, o)))
+        statistic(rows, "advantages", name, how, lambda o: twin.advantages_of(rows, o).at(mask_of(rows, o)))
         for how in ("max", "min", "avg")
         if (name := f"{OURS}advantages/{how}") in rows.stats
     ]
 
 
-def statistic(
-    rows: StepRows, stage: str, name: str, how: str, values: Callable[[Options], Bounded]
-) -> Observation:
-    return Observation(
-        stage, name, np.asarray(rows.stats[name]), lambda options: reduced(values(options), how)
-    )
+def statistic(rows: StepRows, stage: str, name: str, how: str, values: Recompute) -> Observation:
+    return Observation(stage, name, np.asarray(rows.stats[name]), lambda o: reduced(values(o), how))
 
 
 def logged_rewards(rows: StepRows, name: str, options: Options) -> Bounded:
@@ -141,7 +123,7 @@ def logged_rewards(rows: StepRows, name: str, options: Options) -> Bounded:
 
 def terminal(rows: StepRows, options: Options) -> Bounded:
     """Return the normalised reward of each row with a token that counts, 0 of others."""
-    found, counts = row_rewards(rows, options), mask_of(rows, options).any(1)
+    found, counts = twin.row_rewards(rows, options), mask_of(rows, options).any(1)
     size = np.abs(found.value) + np.abs(rows.tensors["kl_rewards"]).sum(1)
     return Bounded(np.where(counts, found.value, 0.0), found.error + 4 * UNIT * size)
 
@@ -157,10 +139,8 @@ def reduced(values: Bounded, how: str) -> Bounded:
     if how == "avg":
         count = max(values.value.size, 1)
         size = np.abs(values.value).sum() / count
-        return Bounded(
-            np.asarray(values.value.sum() / count),
-            np.asarray(values.error.sum() / count + (sum_error(count) + 2 * UNIT) * size),
-        )
+        error = values.error.sum() / count + (twin.sum_error(count) + 2 * UNIT) * size
+        return Bounded(np.asarray(values.value.sum() / count), np.asarray(error))
     at = values.value.argmax() if how == "max" else values.value.argmin()
     return Bounded(np.asarray(values.value.flat[at]), np.asarray(values.error.max()))
 
@@ -312,17 +292,20 @@ class Comparison:
         if self.framework is not None and stage == "advantages":
             observed = [one for one in observed if one.name == "advantages"]
             theirs = self.framework.advantages(self.rows, self.base)
-            values = [Bounded(theirs, advantages_of(self.rows, self.base).error)]
+            values = [Bounded(theirs, twin.advantages_of(self.rows, self.base).error)]
         else:
             values = [one.recompute(self.base) for one in observed]
         misfits, reason = misfits_of(observed, values), None
-        each, of_trajectories = KNOWN["baseline"].values
-        is_open = stage == "advantages" and self.framework is None and self.base.baseline == each
-        if max(misfits) > 1 and is_open:  # a configuration of single turns does not say it
-            other = replace(self.base, baseline=of_trajectories)
-            if max(again := misfits_of(observed, [one.recompute(other) for one in observed])) <= 1:
-                self.base, misfits = other, again
-                reason = f"the rewards of a group are taken from {of_trajectories}"
+        unknown = int(np.isnan(self.rows.rewards).sum()) if stage == "advantages" else 0
+        is_open = stage == "advantages" and self.framework is None
+        for name, variant in OPEN.items() if is_open else ():  # what no configuration says
+            other = replace(self.base, **{name: variant})
+            if max(misfits) > 1 and max(again := self.misfits(observed, other)) <= 1:
+                self.base, misfits, reason = other, again, f"{KNOWN[name].phrase}: {variant}"
+        as_zero = replace(self.base, normalised=KNOWN["normalised"].values[-1])
+        if unknown and max(misfits) > 1 < max(self.misfits(observed, as_zero)):
+            self.skip(stage, f"{unknown} of {len(self.rows.rewards)} rewards are unknown")
+            return
         if max(misfits) <= 1:
             names = ", ".join(one.name for one in observed)
             self.found.append(StageOpinion(stage, "equal", names, reason))
@@ -334,6 +317,10 @@ class Comparison:
         is_paired = not is_number and "values of" not in (shape or "")
         found = self.search(observed, at, value, stages, pairs=is_paired)
         self.differs(stage, one.name, found, shape, **where(self.rows, one, value))
+
+    def misfits(self, observed: list[Observation], options: Options) -> list[float]:
+        """Return the largest misfit of each observation under options."""
+        return misfits_of(observed, [one.recompute(options) for one in observed])
 
     def search(
         self, observed: list[Observation], at: int, value: Bounded, stages: Sequence[str], **how: Any
@@ -358,9 +345,11 @@ class Comparison:
             return str(TABLES["lacks"][stage])
         if stage != "rewards" and (missing := self.missing()):
             return missing
-        if stage in ("rewards", "advantages") and (unknown := int((~np.isfinite(rows.rewards)).sum())):
+        if stage in ("rewards", "advantages") and (lacks := int((~np.isfinite(rows.rewards)).sum())):
             is_not = "unknown" if "rewards" in rows.unknown else "not finite"
-            return f"{unknown} of {len(rows.rewards)} rewards are {is_not}"
+            is_apart = stage == "advantages" and self.framework is None and is_not == "unknown"
+            if not is_apart or np.isinf(rows.rewards).any() or lacks == len(rows.rewards):
+                return f"{lacks} of {len(rows.rewards)} rewards are {is_not}"
         if stage in ("rewards", "mask", "values"):
             return None
         if stage == "advantages":
@@ -493,7 +482,7 @@ class Comparison:
 
     def by_divisor(self, update: Update, own: Loss) -> Explanation | None:
         """Explain a loss by another whole number that divides it; None if it would be one by chance."""
-        count = divisor_of(self.inputs(update, self.base), self.base)
+        count = twin.divisor_of(self.inputs(update, self.base), self.base)
         if not count or not update.loss or not own.value:
             return None
         implied = count * own.value / update.loss
@@ -576,8 +565,8 @@ class Comparison:
         else:
             stages = self.open_stages("loss")
             chosen = {n: getattr(options, n) for n, known in KNOWN.items() if known.stage in stages}
-            advantages = advantages_of(rows, replace(self.explained, **chosen))
-        return loss_inputs(rows, options, update, advantages, current)
+            advantages = twin.advantages_of(rows, replace(self.explained, **chosen))
+        return twin.loss_inputs(rows, options, update, advantages, current)
 
     def loss(self, update: Update, options: Options) -> Loss:
         """Compute the loss of an optimizer step as this opinion does. Raises CannotRun."""
@@ -589,12 +578,12 @@ class Comparison:
         return replace(found, value=value, gradient=gradient)
 
     def twin_loss(self, update: Update, options: Options) -> Loss:
-        found = loss_of(self.inputs(update, options), options)
+        found = twin.loss_of(self.inputs(update, options), options)
         if update.with_kl:
             balance = (options.balance_coef or 0.0) * self.balance
             return replace(found, value=found.value + balance, error=found.error + OF_PARTS * abs(balance))
         options = replace(options, kl_coef=0.0, entropy_coef=0.0)
-        return replace(loss_of(self.inputs(update, options), options), gradient=found.gradient)
+        return replace(twin.loss_of(self.inputs(update, options), options), gradient=found.gradient)
 
     def compare_gradient(self) -> None:
         compared = [one for one in self.updates if one.grad_norm is not None and isfinite(one.grad_norm)]
@@ -623,7 +612,7 @@ class Comparison:
     def norm(self, update: Update, loss: Loss, options: Options) -> Bounded:
         """Return the gradient norm of a loss, as it is reported, and the noise of float32."""
         assert self.model is not None
-        parts = micro_batch_of(len(update.rows), options)
+        parts = twin.micro_batch_of(self.inputs(update, options).ranks, options.micro_batches)
         kept = (parts == parts[-1]) | (not options.gradient_of.endswith("the last micro-batch"))
         limit = options.max_norm if "clipped" in options.gradient_of else inf
         gradient = loss.gradient * options.gradient_scale * kept[:, None]
@@ -657,10 +646,10 @@ def where(rows: StepRows, observation: Observation, found: Bounded) -> dict[str,
     wrong = observation.misfit(found) > 1
     recorded, value = observation.recorded, found.value
     first = {place[0]: tuple(place) for place in np.argwhere(wrong)[::-1].tolist() if place}  # of each row
-    listed = [
-        row_difference(rows, at[0], at[1] + 1 if at[1:] else None, float(recorded[at]), float(value[at]))
-        for _, at in sorted(first.items())[:SHOWN_ROWS]
-    ]
+    listed = []
+    for row, at in sorted(first.items())[:SHOWN_ROWS]:
+        values = [at[1] + 1 if at[1:] else None, float(recorded[at]), float(value[at])]
+        listed.append(RowDifference(*rows.place[row].tolist(), *values))
     at = tuple(np.argwhere(wrong)[0])
     return {
         "rows": tuple(listed),
@@ -669,10 +658,6 @@ def where(rows: StepRows, observation: Observation, found: Bounded) -> dict[str,
         "recomputed": float(value[at]),
         "allowed": float(found.error[at] + UNIT * abs(recorded[at])),
     }
-
-
-def row_difference(rows: StepRows, row: int, *values: Any) -> RowDifference:
-    return RowDifference(*rows.place[row].tolist(), *values)
 
 
 TWIN = "float64"
@@ -712,11 +697,11 @@ def crosscheck(rows: StepRows, opinions: Sequence[str], model: str | None = None
                     "from before the step (or the trainer used another temperature than its config says)"
                 )
         rows = replace(rows, tensors=rows.tensors | {"current_logp": current}, noise=noise)
-    twin = Comparison(rows, configured, None, loaded, no_model)
-    own, notes = twin.run(), []
+    ours = Comparison(rows, configured, None, loaded, no_model)
+    own, notes = ours.run(), []
     stage = next(stage for stage in own.stages if stage.stage == "advantages")
     if "advantages" not in rows.tensors and not stage.is_unexplained and frameworks:
-        found = advantages_of(rows, twin.explained).value.astype(np.float32).astype(np.float64)
+        found = twin.advantages_of(rows, ours.explained).value.astype(np.float32).astype(np.float64)
         rows = replace(rows, tensors=rows.tensors | {"advantages": found})
         notes.append("the record has statistics of its advantages; those of the twin agree and are used here")
     others = [Comparison(rows, configured, framework, loaded, no_model).run() for framework in frameworks]

@@ -48,6 +48,7 @@ class Options:
     kl_reward_estimator: str = "k1"
     kl_place: str = "advantages"
     grouping: str = "prompt"
+    normalised: str = "all rows"
     baseline: str = "each row"
     mean: str | None = "group"
     leave_one_out: bool = False
@@ -76,6 +77,7 @@ class Options:
     token_mean_of: str = "the tokens that count"
     context_parallel: int = 1
     micro_batches: int = 1
+    generation_batches: int = 1
     value_mask: str = COUNTED
     value_aggregation: str = "token-mean"
     value_scale: float = 1.0
@@ -122,6 +124,7 @@ OF_TRAJECTORIES = "one row of each trajectory"
 EXCHANGED = " of the exchanged arguments"
 CISPO = "the clipped ratio, as a weight of the log-prob"
 OF_RANKS = ("each context-parallel rank, in zigzag", "each context-parallel rank, in blocks")
+OPEN: dict[str, Any] = {"baseline": OF_TRAJECTORIES, "normalised": "rows with a token that counts"}
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -238,27 +241,25 @@ def explain(
         pairs: also try pairs of the table's changes, which fit a single number by chance.
         counts: numbers of micro-batches or ranks, by which a weight may have been divided.
     """
-    singles = []
+    singles: list[tuple[str, Any]] = []
     for name, known in KNOWN.items():
         own, values = getattr(base, name), known.values
         if name in WEIGHTED and own:
             values = (*values, *(x for n in counts for x in (own / n, own * n)), -own)
         if known.stage in stages:
-            singles += [{name: value} for value in dict.fromkeys(values) if value != own]
-    fits = [(misfit(replace(base, **change)), change) for change in singles]
-    found = [
-        (next(iter(change)) in FACTORS, KNOWN[next(iter(change))].stage != stages[-1], size, change)
-        for size, change in fits
-        if size <= 1
-    ]
-    factors = [one for one in found if one[0]]
-    if len(factors) > 1:  # the number is too near to its error
-        found = [one for one in found if not one[0]]
-    if found:
-        ordered = [
-            changes(base, replace(base, **change)) for *_, change in sorted(found, key=itemgetter(0, 1, 2))
-        ]
-        return Explanation(ordered[0], tuple(ordered[1:]))
+            singles += [(name, value) for value in dict.fromkeys(values) if value != own]
+    found: dict[tuple[str, float], tuple[bool, bool, float, tuple[Change, ...]]] = {}
+    for name, value in singles:
+        other = replace(base, **{name: value})
+        if (size := misfit(other)) <= 1:
+            is_far = KNOWN[name].stage != stages[-1]
+            # with the same result to the last bit they are one, such as ranks where there is one
+            found.setdefault((name, size), (name in FACTORS, is_far, size, changes(base, other)))
+    fits = sorted(found.values(), key=itemgetter(0, 1, 2))
+    if sum(is_factor for is_factor, *_ in fits) > 1:  # the number is too near to its error
+        fits = [fit for fit in fits if not fit[0]]
+    if fits:
+        return Explanation(fits[0][-1], tuple(fit[-1] for fit in fits[1:]))
     own = {c.option: c.recorded for c in changes(base, preferred) if KNOWN[c.option].stage in stages}
     if own and misfit(replace(base, **own)) <= 1:
         for name in list(own):
@@ -270,6 +271,7 @@ def explain(
     for left, right in combinations(singles if pairs else [], 2):
         if time.monotonic() > until:
             break
-        if left.keys() != right.keys() and misfit(replace(base, **left, **right)) <= 1:
-            return Explanation(changes(base, replace(base, **left, **right)))
+        both = replace(base, **dict([left, right]))
+        if left[0] != right[0] and misfit(both) <= 1:
+            return Explanation(changes(base, both))
     return Explanation()

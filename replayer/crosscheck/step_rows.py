@@ -144,11 +144,7 @@ def read_confined(path: str, step: int | None, model: str | None = None) -> Step
     def read() -> Any:
         return msgspec.to_builtins(
             read_rows(open_record(path), step, folder),
-            enc_hook=lambda array: (
-                str(array.dtype),
-                array.shape,
-                base64.b64encode(array.tobytes()).decode(),
-            ),
+            enc_hook=lambda of: (str(of.dtype), of.shape, base64.b64encode(of.tobytes()).decode()),
         )
 
     def array(_: Any, value: Any) -> npt.NDArray[Any]:

@@ -146,6 +146,9 @@ def of_trl(config: Mapping[str, Any]) -> Configured:
     found = configured("trl", config, {"loss": late} if updates > 1 else {})
     is_apart = found.options.correction is not None or accumulated % generate_every
     changed: dict[str, Any] = {"old_logprobs": "trainer" if is_apart else "current"}
+    if accumulated > generate_every and found.options.aggregation == "token-mean":
+        changed |= {"aggregation": "token-mean of each generation batch"}
+        changed |= {"generation_batches": accumulated // generate_every}
     if kind == "cispo":  # epsilon_high is the largest ratio itself, and no ratio is too small
         most = (found.options.clip_high or found.options.clip_low) - 1
         changed |= {"clip_low": inf, "clip_high": most}

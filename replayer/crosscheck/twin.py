@@ -82,7 +82,7 @@ def named_mask(rows: StepRows, options: Options, name: str) -> Bools:
 
 def rewards_of(rows: StepRows, options: Options) -> Bounded:
     """Return shaped rewards, [N]."""
-    rewards = rows.rewards.copy()
+    rewards = np.nan_to_num(rows.rewards)
     if options.overlong is not None:
         longest, zone, factor = options.overlong
         over = rows.mask.sum(1) - (longest - zone)
@@ -133,8 +133,10 @@ def groups_of(rows: StepRows, options: Options) -> npt.NDArray[np.int64]:
     groups = rows.groups
     size = int(np.bincount(groups).max())
     if options.grouping.startswith("consecutive rows"):
-        by_sample = np.lexsort((groups, rows.place[:, 3])) if "sample" in options.grouping else None
-        return (np.arange(len(groups)) if by_sample is None else by_sample.argsort()) // size
+        if "sample" not in options.grouping:
+            return np.arange(len(groups)) // size
+        of = [int(word) for word in options.grouping.split() if word.isdigit()] or [len(groups)]
+        return np.lexsort((groups, rows.place[:, 3], groups // of[0])).argsort() // size
     if options.grouping == "every n-th row":
         return np.arange(len(groups)) % -(-len(groups) // size)
     return groups
@@ -212,7 +214,10 @@ def largest(values: Floats, sets: npt.NDArray[np.int64]) -> Floats:
 def row_rewards(rows: StepRows, options: Options) -> Bounded:
     """Return the shaped rewards, normalised over rows, [N]."""
     groups, zero = groups_of(rows, options), (rows.finish_reason == TRUNCATED) & (options.truncated in ZERO)
-    apart = (rows.fills | (zero & (options.truncated != ZERO[0]))).astype(np.int64)
+    left_out = rows.fills | (zero & (options.truncated != ZERO[0]))
+    left_out |= options.normalised.startswith("rows") & ~rows.mask.any(1)
+    left_out |= (not options.normalised.endswith("as 0")) & np.isnan(rows.rewards)
+    apart = left_out.astype(np.int64)
     sets: dict[str | None, Any] = {"group": groups + apart * (groups.max() + 1), "batch": apart}
     of_turns = rows.trajectories if options.baseline == OF_TRAJECTORIES else np.arange(len(groups))
     ends, place = np.unique(of_turns, return_inverse=True)
@@ -236,7 +241,8 @@ def advantages_of(rows: StepRows, options: Options) -> Bounded:
     values = rows.tensors.get("values")
     if values is not None and options.values_at != Options.values_at:
         values = np.roll(values, 1 if options.values_at.endswith("before") else -1, axis=1)
-    if values is None and options.discount == options.gae_lambda == 1.0 and not penalty.value.any():
+    is_one = options.discount == options.gae_lambda == 1.0 and not options.gae_tokens.startswith("each")
+    if values is None and is_one and not penalty.value.any():
         found = reward.at((slice(None), None))
     else:
         steps = named_mask(rows, options, options.gae_tokens)
@@ -309,6 +315,7 @@ def gae(
     values = np.zeros(mask.shape) if values is None else np.where(mask, values, 0.0)
     value, error = np.zeros(mask.shape), np.zeros(mask.shape)
     following, wrong = (np.where(late, of, 0.0) for of in (reward.value, reward.error))
+    restarts = options.gae_tokens.startswith("each")
     goes_on = (truncated | options.bootstrap.startswith("all")) & (options.bootstrap != Options.bootstrap)
     is_beyond = options.bootstrap.endswith("after the last token")
     ahead = np.where(goes_on, beyond if is_beyond else values[np.arange(len(last)), last], 0.0)
@@ -317,7 +324,7 @@ def gae(
         delta = rewards[:, t] + options.discount * ahead - values[:, t]
         found = delta + options.discount * options.gae_lambda * following
         size = np.abs(rewards[:, t]) + np.abs(ahead) + np.abs(values[:, t]) + np.abs(following)
-        following = np.where(here, found, following + rewards[:, t])
+        following = np.where(here, found, 0.0 if restarts else following + rewards[:, t])
         wrong = np.where(here, errors[:, t] + wrong + 4 * UNIT * size, wrong)
         ahead = np.where(here, values[:, t], ahead)
         value[:, t], error[:, t] = np.where(here, following, 0.0), np.where(here, wrong, 0.0)
@@ -539,12 +546,14 @@ def scales(given: LossInputs, options: Options) -> Tensor:
         return ones / max(given.size, 1)
     if how.startswith("token-mean with"):
         return ones / int(mask.sum(1).clamp(min=1).sum())
-    if how.startswith("token-mean of each"):
+    if how.startswith(("token-mean of each", "sum of")):
         parts = given.ranks
-        if how.endswith("micro-batch"):
-            parts = micro_batch_of(len(mask), options)
+        if "generation" in how:
+            parts = micro_batch_of(parts, options.generation_batches)
+        elif not how.endswith("rank"):
+            parts = parts * options.micro_batches + micro_batch_of(parts, options.micro_batches)
         of_part = torch.stack([mask[parts == part].sum() for part in parts]).clamp(min=1)
-        return ones / of_part[:, None] / len(parts.unique())
+        return ones / of_part[:, None] / (1 if how.startswith("sum of") else len(parts.unique()))
     if how == "token-sum":
         return ones
     if how == "seq-mean-token-mean":
@@ -591,6 +600,7 @@ def divisor_of(given: LossInputs, options: Options) -> int | None:
     return round(1 / most) if most - least <= UNIT * most else None
 
 
-def micro_batch_of(num_rows: int, options: Options) -> Tensor:
-    """Number the micro-batch of each row of an update, [n]."""
-    return torch.arange(num_rows) * options.micro_batches // num_rows
+def micro_batch_of(ranks: Tensor, num_parts: int) -> Tensor:
+    """Number each row's part of its rank's rows, such as the micro-batch, [n], of parts of equal size."""
+    sizes = ranks.unique(return_counts=True)[1].tolist()
+    return torch.cat([torch.arange(size) * num_parts // size for size in sizes])

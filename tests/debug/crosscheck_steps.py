@@ -174,16 +174,8 @@ def write_step(folder: Path, rows: list[Row], how: How, trainer: str, config: di
 
 
 def after_shift(by: int) -> Callable[[Row], list[int]]:
-    """Return a mask that is off by some tokens, inside the completion."""
-
-    def counts(row: Row) -> list[int]:
-        shifted = [0] * len(row.counts)
-        for at, count in enumerate(row.counts):
-            if 0 <= at + by < len(shifted):
-                shifted[at + by] = count
-        return shifted
-
-    return counts
+    """Return a mask that is off by one token, inside the completion."""
+    return lambda row: [0, *row.counts, 0][1 - by : 1 - by + len(row.counts)]
 
 
 def whitened(flat: torch.Tensor) -> torch.Tensor:
@@ -228,8 +220,7 @@ class Plant:
             config |= self.config
         else:
             for section, values in self.config.items():
-                target = config["actor_rollout_ref"]["actor"] if section == "actor" else config[section]
-                target |= values
+                config[section] |= values
         return write_step(folder, rows, How(**(base_of(self.trainer) | self.how)), self.trainer, config)
 
 
@@ -368,9 +359,8 @@ def equal_trl(rng: random.Random, how: dict[str, Any], config: dict[str, Any]) -
         "none": lambda o, e: 1.0,
     }[{True: "group", False: "none"}.get(scale, scale)]
     how["beta"] = rng.choice([0.0, 0.01, 0.04])
-    how["aggregate"], kind = rng.choice(
-        [(token_mean, "dapo"), (token_mean, "bnpo"), (seq_mean, "grpo"), (seq_sum_over(32.0), "dr_grpo")]
-    )
+    kinds = [(token_mean, "dapo"), (seq_mean, "grpo"), (seq_sum_over(32.0), "dr_grpo")]
+    how["aggregate"], kind = rng.choice(kinds)
     config |= {"scale_rewards": scale, "beta": how["beta"], "loss_type": kind}
     if rng.random() < 0.3:
         config |= {"gradient_accumulation_steps": 1, "steps_per_generation": 1}

@@ -17,7 +17,7 @@ from recorder import open_record
 from replayer.crosscheck.layouts import compare_layouts
 from replayer.crosscheck.opinions import crosscheck
 from replayer.crosscheck.step_rows import read_rows
-from replayer.crosscheck.their_configs import configured
+from replayer.crosscheck.their_configs import configured, of_trl
 from tests.command_line import installed
 
 from . import crosscheck_steps as steps
@@ -177,7 +177,7 @@ def write_silent(
     mask="counts",
     parts=1,
     least=None,
-    by_sample=False,
+    by_sample=1,
     kl_reward=None,
     clip=torch.maximum,
     dual=None,
@@ -189,14 +189,15 @@ def write_silent(
 
     With `least`, some rows do not count, and add that to the divisor; `over_all`, their tokens. With
     `dual`, losses of all advantages are bounded by it. With `by_sample`, groups are
-    rows in succession, all first samples before all second ones. With `kl_reward`, REINFORCE++
+    rows in succession, the first samples of so many prompts before their second ones. With `kl_reward`, REINFORCE++
     sums the KL of these tokens into the returns.
     """
     rows = steps.make_rows(5)
     for row in rows[::5] if least is not None else ():
         row.counts = [0] * len(row.tokens)
-    group = (lambda at, row: (at % 4 * 6 + row.group) // 4) if by_sample else lambda at, row: row.group
-    how = steps.How(spread=lambda own, every: own.std() + 1e-6, group=group)
+    k = by_sample
+    group = {"group": lambda at, row: (row.group // k * 4 * k + at % 4 * k + row.group % k) // 4}
+    how = steps.How(spread=lambda own, every: own.std() + 1e-6, **group)
     given = steps.advantages(rows, how)
     is_slime, config = trainer == "slime", dict(SLIME if trainer == "slime" else NEMO)
     if dual:
@@ -245,13 +246,9 @@ def write_silent(
         total = torch.stack([loss.sum() / count.clamp(min=1) for loss, count in losses]).mean()
     else:
         size = len(losses) // parts
-        total = torch.stack(
-            [
-                sum(x.sum() for x, _ in losses[at : at + size])
-                / sum(n.clamp(min=least or 0) for _, n in losses[at : at + size])
-                for at in range(0, 24, size)
-            ]
-        ).mean()
+        each = [losses[at : at + size] for at in range(0, 24, size)]
+        means = [sum(x.sum() for x, _ in of) / sum(n.clamp(min=least or 0) for _, n in of) for of in each]
+        total = torch.stack(means).mean()
     samples = [
         {
             "prompt_tokens": row.prompt, "completion_tokens": row.tokens, "loss_mask": row.counts, "reward": row.reward,
@@ -314,7 +311,8 @@ def returns_of(row, of):
         ("nemo-rl", {"parts": 4}, "loss", "aggregation", "token-mean of each micro-batch"),
         ("slime", {"kl_reward": "counts"}, None, None, ""),
         ("slime", {"kl_reward": "whole"}, "kl", "kl_reward_mask", "everything after the prompt"),
-        ("nemo-rl", {"by_sample": True}, "advantages", "grouping", "of all first samples, then all second ones"),
+        ("nemo-rl", {"by_sample": 6}, "advantages", "grouping", "of all first samples, then all second ones"),
+        ("nemo-rl", {"by_sample": 2}, "advantages", "grouping", "of the first samples of 2 prompts, then"),
         ("nemo-rl", {"least": 0}, None, None, ""),
         ("nemo-rl", {"peers": True}, None, None, ""),
         ("nemo-rl", {"clip": torch.minimum}, "loss", "clipped", "is the smaller loss"),
@@ -340,15 +338,11 @@ def test_steps_of_slime_and_nemo_rl_are_explained(tmp_path, trainer, options, st
     ("config", "stats", "changed"),
     [
         ({"entropy_coef": 0.05, "use_kl_loss": False}, {"train/entropy_loss": 2.0, "train/loss": -0.2}, None),
-        (
-            {"entropy_coef": 0.05, "use_kl_loss": False},
-            {"train/entropy_loss": 2.0, "train/loss": 0.0},
-            ("entropy_coef", -0.05),
-        ),
+        ({"entropy_coef": 0.05, "use_kl_loss": False}, {"train/entropy_loss": 2.0, "train/loss": 0.0}, ("entropy_coef", -0.05)),
         ({"kl_loss_coef": 0.2}, {"train/kl_loss": 0.5, "train/loss": -0.2}, ("kl_coef", -0.2)),
         ({"kl_loss_coef": 0.2}, {"train/kl_loss": 0.5, "train/loss": 7.0}, None),  # of no weight: not theirs
     ],
-)
+)  # fmt: skip
 def test_the_logged_parts_of_a_loss_have_its_weights(tmp_path, config, stats, changed):
     with Recorder(
         tmp_path / "record", config=SLIME | {"use_opd": False} | config, trainer="slime"
@@ -368,6 +362,7 @@ def gae(rewards, values, mask, steps, how, ended=True):
     ahead = values[at[-1] + 1] if how == "beyond" else ahead
     for t in reversed(at):
         reward = rewards if t == at[-1] and not late else 0.0
+        following = 0.0 if how == "turns" and t + 1 not in at else following
         following = reward + ahead - values[t] + 0.9 * following
         found[t], ahead = following * mask[t], values[t]
     return found
@@ -378,6 +373,7 @@ def gae(rewards, values, mask, steps, how, ended=True):
     [
         ("", None),
         ("tools", "gae_tokens"),
+        ("turns", "gae_tokens"),
         ("late", "reward_place"),
         ("bootstrap", "bootstrap"),
         ("all", "bootstrap"),
@@ -400,9 +396,7 @@ def test_advantages_by_gae_are_explained(tmp_path, how, option):
         samples.append(sample | {"values": values, "returns": returns, "advantages": own})
     apart = [a for s in samples for a, m in zip(s["advantages"], s["loss_mask"], strict=True) if m]
     value_loss = sum(a * a for a in apart) / len(apart) / 2 * (3 if how == "summed" else 1)
-    every = torch.tensor(
-        [a for s in samples for a, m in zip(s["advantages"], s["loss_mask"], strict=True) if m]
-    )
+    every = torch.tensor(apart)
     for sample in samples:
         pairs = zip(sample["advantages"], sample["loss_mask"], strict=True)
         sample["advantages"] = [
@@ -418,15 +412,17 @@ def test_advantages_by_gae_are_explained(tmp_path, how, option):
 
 
 def write_rewarded(
-    folder, trainer, config, rewards, advantages=None, stats=None, prompts=([1, 2],) * 6, cut=()
+    folder, trainer, config, rewards, advantages=None, stats=None, prompts=([1, 2],) * 6, cut=(), empty=()
 ):
-    """Record six samples of two groups, of 2 to 7 tokens, by their rewards, some `cut` off, and check the step."""
+    """Record six samples of two groups, of 2 to 7 tokens, by their rewards, some `cut` or `empty`, and check the step."""
     with Recorder(folder, config=config, trainer=trainer) as recorder:
         samples = [
             {"prompt_tokens": prompts[at], "completion_tokens": [10 + at, *[7] * (at + 1)], "reward": reward, "group": at // 3,
              "finish_reason": "length" if at in cut else "stop"}
             for at, reward in enumerate(rewards)
         ]  # fmt: skip
+        for at in empty:
+            samples[at]["loss_mask"] = [0] * (at + 2)
         for sample, advantage in zip(samples, advantages or [], strict=advantages is not None):
             sample["advantages"] = advantage
         recorder.step(0, samples, stats=stats)
@@ -474,6 +470,31 @@ def test_truncated_rewards_are_zero_after_their_normalisation(tmp_path, kept, va
     first = write_rewarded(tmp_path / "record", "areal", config, rewards, given, cut=(0, 3)).first
     assert (first is None) == (option is None)
     assert first is None or f"truncated completions is {option}" in first[1].option
+
+
+@pytest.mark.parametrize(
+    ("option", "among", "empty"), [(None, 2, ()), ("normalised", 3, ()), (None, 2, (2, 5)), (None, 3, (2, 5))]
+)
+def test_rows_without_a_reward_or_a_token_are_left_out_of_the_mean(tmp_path, option, among, empty):
+    given = [1.0 - 3.0 / among, 2.0 - 3.0 / among, 0.0] * 2
+    rewards, config = [1.0, 2.0, 0.0 if empty else None] * 2, steps.CONFIGS["mean"]["skyrl"]
+    first = write_rewarded(tmp_path / "record", "skyrl", config, rewards, given, empty=empty).first
+    assert (first and first[1].changes[0].option) == option
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "option", "value"),
+    [
+        ("trl", {"gradient_accumulation_steps": 4, "steps_per_generation": 2}, "generation_batches", 2),
+        ("trl", {"loss_type": "bnpo"}, "aggregation", "token-mean of each micro-batch"),
+        ("verl", {"actor_rollout_ref": {}, "algorithm": {"adv_estimator": "gae"}}, "kl_place", "advantages"),
+        ("verl", {"actor_rollout_ref": {}, "algorithm": {"adv_estimator": "reinforce_plus_plus"}}, "token_std", "batch"),
+        ("skyrl", {"generator": {}, "trainer": {"algorithm": {"advantage_estimator": "gae"}}}, "kl_place", "advantages"),
+    ],
+)  # fmt: skip
+def test_what_depends_on_other_options_is_read(trainer, config, option, value):
+    found = of_trl(config) if trainer == "trl" else configured(trainer, config)
+    assert getattr(found.options, option) == value
 
 
 def test_other_configurations_of_trl_are_refused(tmp_path):
@@ -554,16 +575,15 @@ DPO, SFT = {"loss_type": ["sigmoid"], "beta": 0.1}, {"loss_type": "nll", "gradie
         (DPO | {"loss_type": ["hinge"]}, dpo(torch.sum, of=lambda edge: torch.relu(1 - edge)), None),
         (DPO | {"loss_type": ["ipo"]}, dpo(torch.mean, of=lambda edge: (10 * edge - 5) ** 2), None),
         (SFT, lambda rows: -torch.cat(rows).mean(), None),
+        (SFT, lambda rows: -sum(torch.cat(rows[n : n + 2]).mean() for n in (0, 2, 4, 6)), "aggregation"),
         (SFT, lambda rows: -torch.stack([torch.cat(rows[n : n + 2]).mean() for n in (0, 2, 4, 6)]).mean(), "aggregation"),
     ],
 )  # fmt: skip
 def test_losses_of_pairs_and_of_data_are_recomputed(tmp_path, config, loss, option):
     report = check(write_supervised(tmp_path / "record", config, loss, "beta" in config))
     stage = next(stage for stage in report.opinions[0].stages if stage.stage == "loss")
-    assert (stage.verdict, [c.option for c in stage.changes]) == (
-        "differs" if option else "equal",
-        [option] * bool(option),
-    )
+    expected = "differs" if option else "equal", [option] * bool(option)
+    assert (stage.verdict, [c.option for c in stage.changes]) == expected
 
 
 def test_a_factor_between_two_layouts_is_named(tmp_path):

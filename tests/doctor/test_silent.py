@@ -34,15 +34,10 @@ def write(folder, config=None, metrics=None, change=None, model=None, steps=STEP
             for number in range(16):
                 size = int(rng.integers(6, 12))
                 tokens = [*rng.integers(20, 90, size - 1).tolist(), END]
-                row = {
-                    "prompt_tokens": [1, 100 + number // 4, 2],
-                    "completion_tokens": tokens,
-                    "group": number // 4,
-                    "reward": float(rng.random() < 0.3 + step / 40),
-                    "finish_reason": "stop",
-                    "versions": step,
-                    "logprobs": (-rng.exponential(1.5, size)).tolist(),
-                }
+                row = {"prompt_tokens": [1, 100 + number // 4, 2], "completion_tokens": tokens}
+                row |= {"reward": float(rng.random() < 0.3 + step / 40), "finish_reason": "stop"}
+                row |= {"logprobs": (-rng.exponential(1.5, size)).tolist(), "versions": step}
+                row["group"] = number // 4
                 if change is not None:
                     change(row, number, rows)
                 rows.append(row)
@@ -97,9 +92,8 @@ def test_counters_and_references_that_go_back_have_their_step(tmp_path, name, va
 def model(tmp_path):
     folder = tmp_path / "model"
     make_tiny_tokenizer().save_pretrained(folder)
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "llama", "eos_token_id": END, "bos_token_id": 3})
-    )
+    config = {"model_type": "llama", "eos_token_id": END, "bos_token_id": 3}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
