@@ -248,6 +248,7 @@ def explain(
             values = (*values, *(x for n in counts for x in (own / n, own * n)), -own)
         if known.stage in stages:
             singles += [(name, value) for value in dict.fromkeys(values) if value != own]
+    singles.sort(key=lambda single: KNOWN[single[0]].stage != stages[-1])  # likelier pairs first
     found: dict[tuple[str, float], tuple[bool, bool, float, tuple[Change, ...]]] = {}
     for name, value in singles:
         other = replace(base, **{name: value})

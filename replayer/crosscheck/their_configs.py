@@ -224,5 +224,6 @@ def as_verl(options: Options) -> Options:
         base,
         **taken(options, *TABLES["verl"]["takes"]),
         ratio_level="token" if is_token else "sequence",
+        aggregation=options.aggregation if is_token else "seq-mean-token-mean",
         dual_clip=options.dual_clip or 3.0 if is_token else None,
     )

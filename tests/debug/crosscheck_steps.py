@@ -116,9 +116,8 @@ def advantages(rows: list[Row], how: How) -> list[torch.Tensor]:
     if how.whiten is not None:
         masks = [torch.tensor(row.counts, dtype=torch.bool) for row in rows]
         flat = how.whiten(torch.cat([a[m] for a, m in zip(found, masks, strict=True)]))
-        for number, (part, mask) in enumerate(
-            zip(flat.split([int(m.sum()) for m in masks]), masks, strict=True)
-        ):
+        parts = flat.split([int(m.sum()) for m in masks])
+        for number, (part, mask) in enumerate(zip(parts, masks, strict=True)):
             found[number] = torch.zeros(len(mask)).masked_scatter(mask, part)
     return found
 
@@ -345,7 +344,7 @@ def equal_step(seed: int, folder: Path) -> Path:
         actor |= {"clip_ratio_low": how["low"], "clip_ratio_high": how["high"]}
         if sequence:
             actor["policy_loss"] = {"loss_mode": "gspo"}
-            how["dual"] = None
+            how["dual"], how["aggregate"] = None, seq_mean  # whatever loss_agg_mode says
     return write_step(folder, rows, How(**how), trainer, config)
 
 

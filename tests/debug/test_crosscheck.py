@@ -154,10 +154,11 @@ def test_a_gradient_norm_is_recomputed_from_the_model(model, tmp_path, reported,
     assert [change.option for change in stages["gradient"].changes] == option
 
 
-def test_a_straight_through_estimator_has_another_gradient():
-    actor = {"use_kl_loss": True, "kl_loss_type": "k3+"}
-    unchecked = configured("verl", {"actor_rollout_ref": {"actor": actor}, "algorithm": {}}).unchecked
+def test_a_straight_through_estimator_and_an_adaptive_weight_are_not_checked():
+    actor, algorithm = {"actor": {"kl_loss_type": "k3+"}}, {"kl_ctrl": {"type": "adaptive"}}
+    unchecked = configured("verl", {"actor_rollout_ref": actor, "algorithm": algorithm}).unchecked
     assert "kl_loss_type=k3+, which is not recomputed here" in unchecked["gradient"]
+    assert "kl_ctrl.type=adaptive" in unchecked["advantages"]
 
 
 SLIME, NEMO = steps.CONFIGS["slime"], steps.CONFIGS["nemo"]
@@ -272,10 +273,8 @@ def exchanged(name):
         found = []
         for own, other in zip(order, [*order[1:], order[0]], strict=True):
             size, of = len(own["loss_mask"]), other["learning"]["current_logp"]
-            values = {
-                "old_logprobs": (of * 4)[:size],
-                "advantages": [max(other["advantages"], key=abs)] * size,
-            }
+            largest = max(other["advantages"], key=abs)
+            values = {"old_logprobs": (of * 4)[:size], "advantages": [largest] * size}
             found.append(own | {name: [x * m for x, m in zip(values[name], own["loss_mask"], strict=True)]})
         return found
 
@@ -446,9 +445,8 @@ def test_configurations_of_other_trainers_are_read(tmp_path, kind, trainer):
     own = torch.tensor(REWARDS).reshape(2, 3)
     right = [float(advantage_of(kind, own[at // 3], at % 3)) for at in range(6)]
     eps = {"trl": 1e-4, "openrlhf": 1e-9}.get(trainer, 1e-6)
-    right = [
-        a / (1 + eps / float(own[at // 3].std())) if kind == "deviation" else a for at, a in enumerate(right)
-    ]
+    if kind == "deviation":
+        right = [a / (1 + eps / float(own[at // 3].std())) for at, a in enumerate(right)]
     wrong = [a * float(own[at // 3].std()) for at, a in enumerate(right)] if kind == "deviation" else REWARDS
     for name, given in (("right", right), ("wrong", wrong)):
         report = write_rewarded(tmp_path / name, trainer, steps.CONFIGS[kind][trainer], REWARDS, given)
@@ -489,6 +487,7 @@ def test_rows_without_a_reward_or_a_token_are_left_out_of_the_mean(tmp_path, opt
         ("trl", {"loss_type": "bnpo"}, "aggregation", "token-mean of each micro-batch"),
         ("verl", {"actor_rollout_ref": {}, "algorithm": {"adv_estimator": "gae"}}, "kl_place", "advantages"),
         ("verl", {"actor_rollout_ref": {}, "algorithm": {"adv_estimator": "reinforce_plus_plus"}}, "token_std", "batch"),
+        ("slime", {"kl_coef": 0.05, "advantage_estimator": "grpo"}, "kl_reward_coef", 0.05),
         ("skyrl", {"generator": {}, "trainer": {"algorithm": {"advantage_estimator": "gae"}}}, "kl_place", "advantages"),
     ],
 )  # fmt: skip
@@ -538,11 +537,8 @@ def write_supervised(folder, config, loss, pairs):
     rng, samples = np.random.default_rng(5), []
     for number in range(8):
         new = (-rng.exponential(1.0, 2 + number % 5)).round(3).tolist()
-        sample = {
-            "prompt_tokens": [1],
-            "completion_tokens": [2] * len(new),
-            "learning": {"current_logp": new},
-        }
+        sample = {"prompt_tokens": [1], "completion_tokens": [2] * len(new)}
+        sample["learning"] = {"current_logp": new}
         ref = {"group": number // 2, "ref_logprobs": [x - 0.1 * number for x in new]} if pairs else {}
         samples.append(sample | ref)
     own = [torch.tensor(sample["learning"]["current_logp"]) for sample in samples]

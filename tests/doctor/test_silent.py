@@ -147,9 +147,8 @@ def test_a_value_of_a_row_that_is_not_finite_is_named_with_its_place(tmp_path, c
         if row["versions"] == 3 and number == 5:
             row["reward"], row["old_logprobs"][1] = (np.nan, -1.0) if column == "reward" else (1.0, -np.inf)
 
-    found, _ = doctor(
-        write(tmp_path / "r", metrics={"train/loss": lambda step: 0.1}, change=broken, steps=FEW)
-    )
+    metrics = {"train/loss": lambda step: 0.1}
+    found, _ = doctor(write(tmp_path / "r", metrics=metrics, change=broken, steps=FEW))
     assert found["D18"]["title"] == "rewards or log-probs of rows are not finite"
     assert found["D18"]["onset"] == 3
     assert " --step 3 --at 13.1" in found["D18"]["look"]
@@ -179,6 +178,13 @@ def templated(row, number, rows):
     row["completion_tokens"][0] = 33
 
 
+def of_tools(row, number, rows):
+    asked(row, number, rows)
+    row["loss_mask"] = [0] * len(row["completion_tokens"]) + [1, 1]
+    row["completion_tokens"] += [30, 31]
+    row["logprobs"] += [0.0, 0.0]
+
+
 def split(row, number, rows):
     asked(row, number, rows)
     row["group"] = number
@@ -199,6 +205,7 @@ def doubled(row, number, rows):
     [
         (without(-1), {"S14": "the end token is never in the loss mask"}),
         (without(0), {"S14": "the first token of completions is never in the loss mask"}),
+        (of_tools, {"S14": "no token with a log-prob of the engine is in the loss mask"}),
         (alone_in_the_mask, {"S14": "of completions the end token alone is in the loss mask"}),
         (split, {"S07": "samples of a prompt are not one group: each is a group of its own"}),
         (doubled, {"S15": "rows begin with two begin tokens"}),
@@ -223,9 +230,8 @@ def test_rows_of_data_that_come_again_are_named(tmp_path, apart, times, says):
         with Recorder(tmp_path / "r", rank=rank, num_ranks=2, gather=gather) as recorder:
             for step in range(6):
                 prompts = [[3, 100 + step, 10 + number + apart * rank, 2] for number in range(4)] * times
-                recorder.step(
-                    step, [{"prompt_tokens": p, "completion_tokens": [20, 30, END]} for p in prompts]
-                )
+                rows = [{"prompt_tokens": p, "completion_tokens": [20, 30, END]} for p in prompts]
+                recorder.step(step, rows)
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(record, range(2), gatherers(2)))
@@ -241,11 +247,9 @@ def computed(at):
         row["prompt_tokens"] = [1, 100 + number // 4 + 4 * (row["versions"] % 4), 2]
         row["completion_tokens"][0] = 20 + number % 4
         first = earlier.setdefault((*row["prompt_tokens"], row["completion_tokens"][0]), row["logprobs"][0])
-        row["reward"] = (
-            [0.0, 0.95, 0.95, 0.95][number % 4] if number >= 8 else [0.0, 0.25, 1.0, 0.5][number % 4]
-        )
-        rewards = np.array([0.0, 0.95, 0.95, 0.95] if number >= 8 else [0.0, 0.25, 1.0, 0.5])
-        row["advantages"] = float(row["reward"] - rewards.mean())
+        rewards = [0.0, 0.95, 0.95, 0.95] if number >= 8 else [0.0, 0.25, 1.0, 0.5]
+        row["reward"] = rewards[number % 4]
+        row["advantages"] = row["reward"] - sum(rewards) / 4
         row["old_logprobs"] = [value + 0.01 for value in row["logprobs"]]
         row["ref_logprobs"] = [value + (0.3 if at == "reference" else 0.01) for value in row["logprobs"]]
         if at == "lost" and number % 2:
@@ -288,12 +292,9 @@ def test_what_engine_and_trainer_computed_of_rows(tmp_path, at, says):
         ({}, {}, 1, False),
     ],
 )
-def test_weights_stand_still_only_where_updates_should_move_them(
-    tmp_path, config, metrics, steps, is_accused
-):
-    folder = write(
-        tmp_path / "r", config, metrics, computed("weights"), steps=steps, is_logged=metrics is not None
-    )
+def test_weights_stand_still_only_where_updates_move_them(tmp_path, config, metrics, steps, is_accused):
+    how = {"steps": steps, "is_logged": metrics is not None}
+    folder = write(tmp_path / "r", config, metrics, computed("weights"), **how)
     assert ("S16" in doctor(folder)[0]) == is_accused
 
 
@@ -343,14 +344,18 @@ def test_advantages_of_rows_in_succession_are_named(tmp_path):
     assert record(False) == ["advantages are those of rows in succession, not of the answers to one prompt"]
 
 
-def test_a_warm_up_is_compared_with_its_option(tmp_path):
-    for steps in (5, 15, 40):
-        rate = {"learning_rate": lambda s, steps=steps: 1e-3 * min(1.0, s / steps)}
-        found, _ = doctor(log(tmp_path / str(steps), rate, {"warmup_steps": 5}))
-        assert ("D51" in found, "D51" not in found or "3 times the 5" in found["D51"]["found"]) == (
-            steps == 15,
-            True,
-        )
+@pytest.mark.parametrize(
+    ("rate", "options", "says"),
+    [
+        *((lambda s, n=n: 1e-3 * min(1.0, s / n), {"warmup_steps": 5}, "3 times the 5" * (n == 15)) for n in (5, 15, 40)),
+        (lambda s: 1e-3, {"lr_scheduler_type": "cosine", "learning_rate": 1e-3}, "lr_scheduler_type is cosine"),
+        (lambda s: 1e-3, {"lr_scheduler_type": "cosine", "learning_rate": 1e-3, "min_lr": 1e-3}, ""),
+        (lambda s: 1e-3, {"lr_scheduler_type": "constant", "learning_rate": 1e-3}, ""),
+    ],
+)  # fmt: skip
+def test_a_schedule_is_compared_with_its_options(tmp_path, rate, options, says):
+    found, _ = doctor(log(tmp_path, {"learning_rate": rate}, options))
+    assert (says in found["D51"]["found"]) if says else "D51" not in found
 
 
 def test_a_policy_that_equals_its_reference_is_named(tmp_path):

@@ -32,6 +32,9 @@ ABSURD = 1.0  # learning rate: Adam changes each weight by about as much in one 
 REPEATED = 5  # different losses, and how many come again: with four digits no chance
 NOT_SMALL = 0.5  # a supervised loss that does not become 0 in one step
 WARM_UP = re.compile(r"(^|\.)(lr_|num_)*warm_?up_(steps|iters)$")
+STYLE = re.compile(r"(?i)(^|\.)(lr_scheduler_type|lr_scheduler|lr_schedule|lr_decay_style|warmup_style)$")
+FALLING, OF_CRITIC = ("cosine", "linear"), re.compile(r"(?i)critic|value|teacher")
+OF_RATE = re.compile(r"(?i)(^|\.)(min_)?(lr|learning_rate)$")
 OF_TOKENS = re.compile(r"(?i)(?<![a-z])(?:logits?|logps?|logprobs?)(?![a-z])")
 
 
@@ -64,9 +67,18 @@ def never_moves(run: Run) -> Alarm | None:
     )
 
 
-def warm_up_is_longer(run: Run) -> Alarm | None:
-    """D51: the learning rate rises for a multiple of the configured steps."""
+def schedule_is_another(run: Run) -> Alarm | None:
+    """D51: the learning rate rises for a multiple of the configured steps, or is constant where it has to fall."""
     rate, options = run.finite("lr"), run.record.header.config if run.record is not None else run.config
+    named = {name: value for name, value in flat(options) if not OF_CRITIC.search(name)}
+    styles = {name: value for name, value in named.items() if STYLE.search(name) and isinstance(value, str)}
+    rates = [value for name, value in named.items() if OF_RATE.search(name)]
+    falls = bool(styles) and all(style.lower() in FALLING for style in styles.values())
+    is_constant = len(rate.values) >= ENOUGH_STEPS and rate.resolution == np.ptp(rate.values) == 0
+    if falls and is_constant and rates.count(rate.values[0]) == 1 and rate.values[0]:
+        options_say = " and ".join(f"{name} is {style}" for name, style in styles.items())
+        found = f"it is {rate.values[0]:.3g} in all {len(rate.values)} steps, and {options_say}"
+        return alarm("D51", rate, found=found, variant="constant", since=int(rate.steps[0]))
     configured = [value for name, value in flat(options) if WARM_UP.search(name) and type(value) is int]
     peak = int(np.argmax(rate.values)) if len(rate.values) else 0
     if len(configured) != 1 or configured[0] < 1 or peak < FEWEST_STEPS:
@@ -376,7 +388,7 @@ RULES = (
     numbers_that_are_none,
     never_moves,
     rate_rises_again,
-    warm_up_is_longer,
+    schedule_is_another,
     entropy_collapses,
     entropy_rises,
     critic_fails,

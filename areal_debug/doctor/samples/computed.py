@@ -61,11 +61,8 @@ def is_updated(rows: Rows, steps: np.ndarray) -> bool:
     warms_up = len(rate) > 1 and (np.diff(rate) > 0).all()
     is_still = (len(norm) and not norm.any()) or not any(rate if len(rate) else configured or [1.0])
     is_trained = bool({"lr", "grad_norm", "loss", "policy_loss"} & names.keys())
-    return (
-        is_trained
-        and records[0].manifest.version != records[-1].manifest.version
-        and not (warms_up or is_still)
-    )
+    is_newer = records[0].manifest.version != records[-1].manifest.version
+    return is_trained and is_newer and not (warms_up or is_still)
 
 
 def advantages_of_others(rows: Rows) -> Finding | None:
@@ -122,11 +119,8 @@ def reference_is_other(rows: Rows) -> Finding | None:
     """S18: the log-probs of the reference are not those of the first policy, and no option says so."""
     first = rows.record.step(rows.record.steps[0]).manifest
     is_first = (rows.step == first.step) & np.isfinite(rows.apart)
-    paths = {
-        value
-        for name, value in flat(rows.record.header.config)
-        if OF_REFERENCE.search(name) and value and isinstance(value, str)
-    }
+    options = flat(rows.record.header.config)
+    paths = {value for name, value in options if OF_REFERENCE.search(name) and isinstance(value, str)} - {""}
     is_begin = first.version == 1 and len(rows.record.steps) >= FEWEST_STEPS
     if not is_begin or not is_first.any() or paths - {str(rows.record.header.model["path"])}:
         return None

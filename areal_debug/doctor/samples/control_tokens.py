@@ -32,9 +32,7 @@ def control_token_spike(rows: Rows) -> Finding | None:
         title, shown = "past_end", past_end
     else:
         return None
-    counts = np.bincount(
-        np.searchsorted(kinds, rows.ids[inside & np.isin(rows.row_of_token, np.flatnonzero(shown))])
-    )
+    counts = np.bincount(np.searchsorted(kinds, rows.ids[inside & shown[rows.row_of_token]]))
     common = rows.decode([int(kinds[counts.argmax()])]) if counts.any() else ""
     found = f"{before:.1%} of the early and {after:.1%} of the late completions have one inside, mostly {common!r}"
     if shown is past_end:
@@ -47,10 +45,9 @@ def control_ids(rows: Rows) -> np.ndarray:
     """Return the ids of control tokens that occur, ascending; none without a tokenizer."""
     if not rows.has_text:
         return np.zeros(0, np.int64)
-    ids = np.unique(rows.ids)
-    return np.array(
-        [token for token in ids.tolist() if CONTROL.fullmatch(rows.decode([token]).strip())], np.int64
-    )
+    ids = np.unique(rows.ids).tolist()
+    found = [token for token in ids if CONTROL.fullmatch(rows.decode([token]).strip())]
+    return np.array(found, np.int64)
 
 
 def end_is_passed(rows: Rows) -> np.ndarray:

@@ -110,24 +110,22 @@ def are_copies(rows: Rows) -> Finding | None:
 
 
 def mask_leaves_out(rows: Rows) -> Finding | None:
-    """S14: nearly every completion lacks its end token, its first token, or all but the end in the loss mask."""
+    """S14: nearly every completion lacks its end, its first or all but its end token in the loss mask, or all it sampled."""
     ends = [*end_tokens(rows.record)]
     unended, is_last = np.isin(rows.unended, ends), np.isin(rows.last, ends)
     answered = (rows.prompt_length > 0) & (rows.lengths > 0)
     alone, late = is_last & (rows.lengths == 1), answered & (rows.first - rows.prompt_length >= ANSWER)
-    for title, flagged, among in (
-        ("end", unended, unended | is_last),
-        ("first", answered & (rows.skipped >= 0), answered),
-        ("only", late & alone, answered & (late | ~alone)),
-    ):
+    for title, flagged, among, found in (
+        ("unsampled", rows.unsampled, rows.lengths > 0, "log-probs of the engine are outside of the loss mask alone in {}"),
+        ("end", unended, unended | is_last, "the last token of {} is not in the loss mask, and its neighbour is"),
+        ("first", answered & (rows.skipped >= 0), answered, "the first token of {} is not in the loss mask, and its neighbour is"),
+        ("only", late & alone, answered & (late | ~alone), "of {} only the end is in the loss mask"),
+    ):  # fmt: skip
         if has_support(rows, flagged) and share(flagged, among) > NEARLY_ALL:
             alike = np.unique(rows.skipped[flagged], return_counts=True)[1].max()
             if title != "first" or alike <= MOST_ALIKE * flagged.sum():  # else of a template
                 counts = f"{int(flagged.sum())} of {int(among.sum())} completions"
-                found = f"the {'last' if title == 'end' else title} token of {counts} is not in the loss mask, and its neighbour is"
-                if title == "only":
-                    found = f"of {counts} only the end is in the loss mask"
-                return finding("S14", found, rows, flagged, among, title=title)
+                return finding("S14", found.format(counts), rows, flagged, among, title=title)
     return None
 
 

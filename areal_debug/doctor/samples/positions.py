@@ -33,9 +33,7 @@ def differs_by_position(rows: Rows) -> Finding | None:
         row = rows.row_of_token[usable]
         total = np.bincount(row, np.abs(rows.difference[usable]), len(rows))
         flagged = total / np.maximum(1, np.bincount(row, minlength=len(rows))) >= means[-1] / 2
-    elif len(of_first) >= FEWEST_OF_BIN and of_first.mean() >= max(
-        FIRST_LARGE, FIRST_RATIO * max(later, 1e-6)
-    ):
+    elif len(of_first) >= FEWEST_OF_BIN and of_first.mean() >= max(FIRST_LARGE, FIRST_RATIO * later, 1e-5):
         title = "first"
         found = f"the mean difference of log-probs is {of_first.mean():.3g} there, in the median {later:.3g} after it"
         flagged = np.zeros(len(rows), bool)

@@ -36,6 +36,7 @@ class Rows:
         skipped: [n] the first token of the completion where only the next one is in the loss mask;
             `unended`: the last token of the row where only the one before it is; `doubled`: the
             token that a row begins with twice. -1 where there is none.
+        unsampled: [n] bool: log-probs of the engine are of tokens outside of the loss mask alone.
         bounds: [n + 1]; the tokens in the loss mask of row i are `ids[bounds[i]:bounds[i + 1]]`.
         logprobs: of the engine; `difference`: trainer minus engine. `ends`: the token is the last
             one of a turn.
@@ -58,6 +59,7 @@ class Rows:
     skipped: np.ndarray
     unended: np.ndarray
     doubled: np.ndarray
+    unsampled: np.ndarray
     advantage: np.ndarray
     apart: np.ndarray
     bounds: np.ndarray
@@ -284,7 +286,7 @@ def rows_of_rank(step: RecordedStep, rank: int, words: dict[str, int]) -> list[d
             "first": int(trained[0]) if len(trained) else 0,
             "prompt_length": int(lengths[row]) if lengths is not None and lengths_known[row] else -1,
             "rank": rank,
-        } | dict.fromkeys(EDGES, -1)
+        } | {**dict.fromkeys(EDGES, -1), "unsampled": False}
         inputs = {name: values[here][trained] for name, values in computed.items()}
         given = inputs.get("advantages", UNKNOWN)
         facts["advantage"] = float(given[0]) if len(given) and np.ptp(given) == 0 else np.nan
@@ -295,6 +297,7 @@ def rows_of_rank(step: RecordedStep, rank: int, words: dict[str, int]) -> list[d
         if known["input_ids"][row] and known["loss_mask"][row] and len(trained):
             ids = arrays["input_ids"][here]
             engine = arrays["logprobs"][here][trained].astype(np.float32)
+            facts["unsampled"] = not engine.any() and bool((arrays["logprobs"][here] < 0).any())
             if not known["logprobs"][row]:
                 engine = np.full(len(trained), np.nan, np.float32)
             own = np.full(len(trained), np.nan, np.float32)
