@@ -28,6 +28,7 @@ IN_ORDER = 1 / 8  # of the distance of equal rows: a shuffled order has a median
 IN_PLACE = 0.9  # of the rows of a pass have the place that they had in the pass before
 WHOLE_GROUPS = 0.8  # of the groups have the usual size
 NUMBER = "number of the row"
+RESHUFFLING = ("trl", "verl", "rllm", "slime", "miles", "nemo-rl", "skyrl", "areal")  # for each pass
 MOST_PLACES = 256  # of one text in the data
 
 
@@ -160,11 +161,11 @@ def coverage_of(record: Record, data: Sequence[dict[str, Any]]) -> Coverage:
         if is_shuffled or (findings and alike > 1 and in_order <= 1):
             lost, twice, findings, unknown = judge_shuffled(groups, len(data), batch)
             notes += unknown
-        if has_one_order(groups, len(data)) and is_on(record.header.config, "shuffle"):
-            findings.append(
-                "each pass has the rows in one order, and an option shuffles them: one seed for all passes"
-            )
     is_unknown = bool(notes)
+    if len(groups) > 1 and has_one_order(groups, len(data)) and is_on(record.header.config, "shuffle"):
+        text = "each pass has the rows in one order, and an option shuffles them: one seed for all passes"
+        is_meant = record.header.trainer not in (None, *RESHUFFLING)
+        (notes if is_meant else findings).append(f"{text}{', unless the trainer shuffles once' * is_meant}")
     if len(groups) > 1 and not is_shuffled and (skipped := min(rows)) > DISORDER * batch:
         text = f"rows 0 to {skipped - 1} come before the first that was trained on: "
         (notes if record.steps[0] else findings).append(f"{text}skipped, or of another segment")

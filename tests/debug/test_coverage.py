@@ -13,13 +13,13 @@ NUM_ROWS, BATCH = 160, 5
 late = partial(pytest.param, marks=pytest.mark.long)
 
 
-def coverage(folder, order, *, period=NUM_ROWS, config=None, sizes=None):
+def coverage(folder, order, *, period=NUM_ROWS, config=None, sizes=None, trainer="slime"):
     """Train on rows of the data in an order; their texts repeat after `period` rows."""
     data = folder / "rows.jsonl"
     data.write_text(
         "".join(json.dumps({"prompt": f"question {n % period:04d}?"}) + "\n" for n in range(NUM_ROWS))
     )
-    with Recorder(folder / "record", trainer="slime", config=config or {}, overwrite=True) as recorder:
+    with Recorder(folder / "record", trainer=trainer, config=config or {}, overwrite=True) as recorder:
         for step, at in enumerate(range(0, len(order), BATCH)):
             samples = [
                 {
@@ -79,21 +79,21 @@ def test_a_filter_or_a_shuffled_order_is_inconclusive(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seeds", "config", "says"),
+    ("seeds", "config", "trainer", "says"),
     [
-        (
-            (1, 1),
-            {"rollout_shuffle": True},
-            "each pass has the rows in one order, and an option shuffles them",
-        ),
-        ((1, 2), {"rollout_shuffle": True}, ""),
-        ((1, 1), {"data": {"shuffle": False}}, ""),
+        ((1, 1), {"rollout_shuffle": True}, "slime", "findings"),
+        ((1, 1), {"rollout_shuffle": True}, "another", "notes"),
+        ((1, 2), {"rollout_shuffle": True}, "slime", ""),
+        ((1, 1), {"data": {"shuffle": False}}, "slime", ""),
     ],
 )
-def test_one_order_of_all_passes_is_named_where_an_option_shuffles(tmp_path, seeds, config, says):
+def test_one_order_of_all_passes_is_named_where_an_option_shuffles(tmp_path, seeds, config, trainer, says):
     order = [n for seed in seeds for n in random.Random(seed).sample(range(NUM_ROWS), NUM_ROWS)]
-    found = coverage(tmp_path, order[:250], config=config)[1]["findings"]
-    assert [text[: len(says)] for text in found] == [says] * bool(says)
+    found = coverage(tmp_path, order[:250], config=config, trainer=trainer)[1]
+    text = "each pass has the rows in one order, and an option shuffles them"
+    assert [of for of in ("findings", "notes") if any(text in one for one in found[of])] == [says] * bool(
+        says
+    )
 
 
 @pytest.mark.parametrize(
