@@ -235,7 +235,7 @@ def mask_without_tools(side: Path, shared: Path, model: Path, bug: bool) -> None
     recorded(side / "record", model, rows, found, "verl", VERL)
 
 
-@pair("prime-rl#2458", CROSSCHECK, named=r"KL[^.]{0,60}(mask|tokens|tool)")
+@pair("prime-rl#2458", CROSSCHECK, named=r"mask of[^.]{0,30} KL|KL[^.]{0,60}(mask|tokens|tool)")
 def kl_outside_the_mask(side: Path, shared: Path, model: Path, bug: bool) -> None:
     run = Run(model, beta=0.2)
     run.reference.load_state_dict(noisy(run.reference, 0.1))
