@@ -26,7 +26,9 @@ PROCESS = re.compile(
     r"^(?:Process|Stack dump for \S+) +(\d+)(?:(?:: *|  *[\d.]+ .*\d:\d\d +| (?=\())(?P<command>.*))?$", re.M
 )
 # a command that somebody pasted with what it printed
-DUMPED = re.compile(r"^(?:.{0,60}[$#] )?(?:sudo )?(?:py-spy dump|pystack remote)\b[^|&;\n]*?[ =](\d{1,9})\b")
+DUMPED = re.compile(
+    r"^(?:.{0,60}[$#] )?(?:sudo )?(?:py-spy dump|pystack remote)(?: -[\w\-]+)*[ =](\d{1,9})\b"
+)
 TAG = re.compile(r"</?(?:details|summary|b|code|pre|h\d|p|br)>")
 ROLE_WORDS = "|".join(sorted((role for role in ROLES if role not in ("train", "ref")), key=len, reverse=True))
 NUMBERS = r"[\[({]?(\d[\d ,.\-–&]*(?:(?:and|to|through) \d+)?)[\])}]?"
