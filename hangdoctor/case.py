@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from hangdoctor.frames import is_library
 from hangdoctor.model import Frame, ProcessDump, ProcessFacts, Rank, Snapshot, Status
 from hangdoctor.recorded_operations import OperationFinding, findings_of
+from hangdoctor.tables import IMPORT_LOCK
 from hangdoctor.waits import ThreadState, Wait, best_sample, effective, view
 
 # Measured: the main thread of a hung rank is not switched to once between two samples; that of a
@@ -135,6 +136,15 @@ class Process:
         peer.
         """
         return self.busy or (bool(self.ran) and self.wait.kind in WORKING_KINDS)
+
+
+def import_cycle(process: Process) -> bool:
+    """True if a thread waits for a module's import lock while the main thread imports."""
+    inside = any(
+        f.function == "_find_and_load" or (f.function == "<module>" and f.file.endswith("__init__.py"))
+        for f in process.wait.frames
+    )
+    return inside and any(t.wait.operation == IMPORT_LOCK for t in process.threads[1:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import itertools
 import re
 
-from hangdoctor.case import Case, Process
+from hangdoctor.case import Case, Process, import_cycle
 from hangdoctor.frames import TABLES, show
 from hangdoctor.graph import Graph
 from hangdoctor.model import Confidence, Evidence, Label
@@ -24,7 +24,7 @@ from hangdoctor.rules.verdict import (
     waiting_evidence,
     waiting_for,
 )
-from hangdoctor.tables import EVENT_LOOP, IMPORT_LOCK, WORKER_LOOP, phases_of
+from hangdoctor.tables import EVENT_LOOP, WORKER_LOOP, phases_of
 from hangdoctor.waits import ThreadState, context
 
 LOADERS = ("torch/utils/data/", "torchdata/", "webdataset/")
@@ -225,15 +225,6 @@ def waits_for_locked_child(process: Process, case: Case) -> bool:
 def is_child(process: Process) -> bool:
     """True if it is no rank: a rank that waits for a lock in the data pipeline is held up by that."""
     return process.parent is not None or isinstance(process.rank, str)
-
-
-def import_cycle(process: Process) -> bool:
-    """True if a thread waits for a module's import lock while the main thread imports."""
-    inside = any(
-        f.function == "_find_and_load" or (f.function == "<module>" and f.file.endswith("__init__.py"))
-        for f in process.wait.frames
-    )
-    return inside and any(t.wait.operation == IMPORT_LOCK for t in process.threads[1:])
 
 
 def locked_threads(processes: list[Process]) -> tuple[Evidence, ...]:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from hangdoctor.case import Case, Process, starts
+from hangdoctor.case import Case, Process, import_cycle, starts
 from hangdoctor.graph import Graph, rank_ranges
 from hangdoctor.model import Evidence
 from hangdoctor.parse.logs import first_match
@@ -62,7 +62,7 @@ def straggler_or_not_hung(case: Case, graph: Graph) -> Verdict | None:
             stack_evidence(sources[:3], "polls for requests") + waiting_evidence(graph) + stillness(case),
             "idle_engine",
         )
-    if case.num_samples < 2 and all(s.wait.kind in STARTING for s in case.ranks):
+    if case.num_samples < 2 and all(s.wait.kind in STARTING and not import_cycle(s) for s in case.ranks):
         return slow(case, graph, sources)
     unseen = case.num_samples < 2 or all(s.ran is None and s.cpu_fraction is None for s in sources)
     most = len(sources) * 2 > len(case.ranks) > len(sources)
