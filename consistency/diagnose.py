@@ -124,7 +124,7 @@ def with_derived(replays: Replays, sequences: Sequences) -> Replays:
         ),
         Prediction("R08.mean", "the mean of each row", 0.0, by_row(base, row, np.mean)),
         *(Prediction("R11", "shift", float(by), shifted(base, row, by)) for by in SHIFTS),
-        *(from_a_place(engine, base, shifted(base, row, by), by, place) for by in SHIFTS),
+        *(from_a_place(engine, base, shifted(base, row, by), by, row) for by in SHIFTS),
         Prediction("R11.reversed", "rows in reversed order", 0.0, by_row(base, row, np.flip)),
         mispaired_rows(engine, base, row),
     ]
@@ -202,12 +202,14 @@ def best_partners(heads: Floats, candidates: Floats) -> tuple[Ints, Floats]:
     return found[0].astype(np.int64), found[1]
 
 
-def from_a_place(engine: Floats, base: Floats, later: Floats, by: int, place: Ints) -> Prediction:
-    """Predict a shift of all tokens of a row from that place on which fits best."""
-    saved = np.bincount(place, weights=bounded(engine - base) - bounded(engine - later))
-    first = int(np.argmax(np.cumsum(saved[::-1])[::-1]))
-    name = f"the logprobs from token {first + 1} of each row on, shifted by"
-    return Prediction("R11", name, float(by), np.where(place >= first, later, base))
+def from_a_place(engine: Floats, base: Floats, later: Floats, by: int, row: Ints) -> Prediction:
+    """Predict a shift of all tokens of a row from the place on which fits that row best."""
+    saved = bounded(engine - base) - bounded(engine - later)
+    after = by_row(saved, row, lambda values: np.cumsum(values[::-1])[::-1])
+    best, first = by_row(after, row, np.max), by_row(after, row, np.argmax)
+    count = by_row(after, row, lambda values: np.arange(len(values)))
+    name = "the logprobs from a token of each row on, shifted by"
+    return Prediction("R11", name, float(by), np.where((count >= first) & (best > 0), later, base))
 
 
 def forbidden_initially(engine: Floats, base: Floats, everywhere: Prediction, place: Ints) -> Prediction:

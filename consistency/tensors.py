@@ -85,8 +85,8 @@ def find_stale_tensors(
     for small updates. The set that is found is then scored as a whole, also with the other tensors of
     its modules and of its layers: those of one module multiply each other.
     """
-    engine = rows.engine_logprobs[rows.scored]
-    names = tuple(tensors_of(now.model))
+    engine, mine, theirs = rows.engine_logprobs[rows.scored], tensors_of(now.model), tensors_of(before.model)
+    names = tuple(name for name, tensor in mine.items() if not torch.equal(tensor, theirs[name]))
 
     def logprobs(stale: Names) -> Floats:
         with swapped(now, before, stale):
@@ -184,6 +184,7 @@ MARGIN_NATS = 12.0  # over the next tensor
 CLEAR_NATS = 40.0  # over noise alone, of weights where the tensor stays open
 MOST_NOISE = 0.2  # of the size of D, that an exact change may leave as noise
 MOST_LEFT = 0.3  # of it, where a change was only weighed
+FLIPPED = 6.0  # times the median of |D|: tokens for which a router chose other experts
 LARGEST = 0.5  # root mean square of D, in nats, up to which the first order holds
 SCALES = np.logspace(-3, 9, 49)
 
@@ -217,7 +218,10 @@ def find_changed_tensor(
     sample = select_rows(rows, spread_rows(rows, TOKENS))
     base = score_logprobs(scorer, sample, temperature=temperature)
     difference = sample.engine_logprobs[sample.scored] - base
-    usable = np.isfinite(difference) & (np.abs(difference) < RESIDUAL_BOUND)
+    most = RESIDUAL_BOUND
+    if any(p.dim() == 3 for p in scorer.model.parameters()):  # other experts: no small change
+        most = min(most, FLIPPED * float(np.nanmedian(np.abs(difference))))
+    usable = np.isfinite(difference) & (np.abs(difference) <= most)
     if usable.sum() < 0.8 * len(usable) or not difference[usable].any():
         return None
     size = float(np.sqrt(np.mean(difference[usable] ** 2)))
@@ -229,18 +233,22 @@ def find_changed_tensor(
     }
     tower = [] if sample.images is None else vision_tensors(scorer.model)
     sizes = {name: mean_square(parameter) for name, parameter in scorer.model.named_parameters()}
-    kernels[EVERY] = torch.stack([kernel / sizes[name] for name, kernel in kernels.items()]).sum(0)
-    if tower:
-        kernels[TOWER] = torch.stack([kernels[name] for name in tower]).sum(0)
+    every = torch.stack([kernel / sizes[name] for name, kernel in kernels.items()]).sum(0)
+    groups = groups_of(tuple(kernels)) | ({TOWER: {*tower}} if tower else {})
+    members = {name: {name} for name in kernels} | groups | {EVERY: {*kernels}}
+    kernels |= {name: torch.stack([kernels[one] for one in of]).sum(0) for name, of in groups.items()}
+    kernels[EVERY] = every
     target = torch.as_tensor(difference[usable])
     alone = -len(target) / 2 * np.log(size**2)
     weighed = {name: evidence(kernel, target) for name, kernel in kernels.items()}
     ranked = sorted(weighed, key=lambda name: -weighed[name][0])
     first, second = ranked[:2]
-    in_tower = {TOWER, *tower}
-    if {first, second} <= in_tower and weighed[first][0] - weighed[second][0] <= MARGIN_NATS:
-        # Which tensor of the tower it is stays open, not that it is in the tower.
-        first, second = TOWER, next(name for name in ranked if name not in in_tower)
+    near = [name for name in ranked if weighed[first][0] - weighed[name][0] <= MARGIN_NATS]
+    around = [name for name, of in groups.items() if all(members[one] <= of for one in near)]
+    if len(near) > 1 and around:
+        # Which tensor of the group it is stays open, not that it is in the group.
+        first = min(around, key=lambda name: len(groups[name]))
+        second = next(name for name in ranked if not members[name] <= groups[first])
     nats, noise = weighed[first]
     found = ChangedTensor(first, nats - weighed[second][0], nats - alone, noise / size)
     if noise > max(MOST_LEFT * size, rounding) or found.nats < MARGIN_NATS:
@@ -249,8 +257,17 @@ def find_changed_tensor(
         return found
     if found.nats < CLEAR_NATS or noise > max(MOST_NOISE * size, rounding):
         return None
-    near = [name for name in ranked if nats - weighed[name][0] <= MARGIN_NATS]
     return replace(found, name=", ".join(near[:3]), is_open=True)
+
+
+def groups_of(names: Names) -> dict[str, set[str]]:
+    """Return the tensors of one name in all layers, and those of one module in all layers."""
+    groups: dict[str, set[str]] = {}
+    for name in names:
+        alike = LAYER.sub("layers.*.", name)
+        for group in {alike, of_module(alike)} if alike != name else ():
+            groups.setdefault(group, set()).add(name)
+    return {group: of for group, of in groups.items() if len(of) > 1 and not group.endswith("*")}
 
 
 def kernels_of(scorer: Scorer, rows: Sequences, temperature: float) -> dict[str, Tensor]:

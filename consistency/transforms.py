@@ -10,9 +10,11 @@ excludes.
 """
 
 import copy
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,7 +91,7 @@ class Family:
     cause: str
     name: str
     transform: Callable[[Rows, float], Tensor]
-    grid: tuple[float, ...]
+    grid: Sequence[float]
     refine: bool = True
 
 
@@ -97,7 +99,7 @@ class Family:
 class Prediction:
     """Logprobs of the tokens under one hypothesis, float64 [sample]; `parameter` may be without use.
 
-    `rows` says of how many rows it holds, "" of all.
+    `rows` says of how many rows it holds, "" of all; `ids` are the tokens that it is about.
     """
 
     cause: str
@@ -105,6 +107,7 @@ class Prediction:
     parameter: float
     logprobs: Floats
     rows: str = ""
+    ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
     engine = usable_or(sequences.engine_logprobs[sample.tokens], base)
 
     def predict(
-        tokens: LogitSample, tried: Sequence[Family], grids: Sequence[tuple[float, ...]]
+        tokens: LogitSample, tried: Sequence[Family], grids: Sequence[Sequence[float]]
     ) -> list[Prediction]:
         points = [(family, value) for family, grid in zip(tried, grids, strict=True) for value in grid]
         candidates: list[Transform] = [
@@ -169,6 +172,11 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
         name = f"{len(absent)} forbidden tokens ({', '.join(map(str, absent[:MOST_NAMED]))})"
         without = evaluate(scorer, sequences, sample, temperature, [lambda rows: forbidden(rows, absent)])[0]
         predictions.append(Prediction("R06.tokens", name, 0.0, without))
+    bias = bias_of_tokens(scorer, sequences, replace(sample, **thinned), temperature, engine[::stride])
+    if len(ids := torch.nonzero(bias)[:, 0].tolist()):
+        name = f"a bias on the logits of {len(ids)} tokens ({', '.join(map(str, ids))})"
+        moved = evaluate_sample([lambda rows: normalised(rows.scaled + bias.to(rows.scaled))])[0]
+        predictions.append(Prediction("R26.bias", name, 0.0, moved, ids=frozenset(ids)))
     if scorer.model.dtype == torch.float32:
         low = replace(scorer, head=replace(scorer.head, layer=copy.deepcopy(scorer.head.layer).bfloat16()))
         multiplied = evaluate(low, sequences, sample, temperature, [as_is])[0]
@@ -226,6 +234,43 @@ def one_after_another(families: Sequence[Family], numbers: dict[str, float], row
             logprobs = family.transform(rows, numbers[family.name])
             rows = replace(rows, logits=logprobs * rows.temperature)
     return logprobs
+
+
+def bias_of_tokens(
+    scorer: Scorer, sequences: Sequences, sample: LogitSample, temperature: float, engine: Floats
+) -> Tensor:
+    """Fit a bias on the scaled logits of few tokens, float64 [vocab]: the best one after the other.
+
+    The log-prob of token x moves by (1 if k is x, else 0) - p(k) for a bias on token k.
+    """
+    step, labels = scorer.head.rows_at_a_time(scorer.device), sample.labels.cpu()
+    chunks = [slice(at, at + step) for at in range(0, len(labels), step)]
+    law = torch.cat(
+        [as_is(logit_rows(scorer, sequences, sample, temperature, one)).cpu().double() for one in chunks]
+    )
+    wanted, at = torch.as_tensor(engine), torch.arange(len(labels))
+    known = bias = law.new_zeros(law.shape[1])
+    chosen, before = list[int](), float("inf")
+    while True:
+        missed = wanted - (law + bias).log_softmax(1)[at, labels]
+        size = float(missed.square().sum())
+        if len(chosen) > MOST_NAMED or not size * np.exp(2 * BIAS_NATS / len(labels)) < before:
+            return known
+        known, before = bias, size
+        moves = -(law + bias).softmax(1)
+        moves[at, labels] += 1
+        found = (missed.clip(-RESIDUAL_BOUND, RESIDUAL_BOUND) @ moves) ** 2 / moves.square().sum(0)
+        found[(moves.square().sum(0) < FEWEST_BIASED) | (bias != 0)] = 0
+        chosen.append(int(found.argmax()))
+        bias = bias.clone()
+        for _ in range(BIAS_STEPS):
+            moves = (labels[:, None] == torch.tensor(chosen)).double() - (law + bias).softmax(1)[:, chosen]
+            missed = wanted - (law + bias).log_softmax(1)[at, labels]
+            bias[chosen] += torch.linalg.lstsq(moves, missed[:, None]).solution[:, 0]
+
+
+FEWEST_BIASED = 3.0  # tokens of an id, or as many by probability, of which a bias is fitted
+BIAS_STEPS, BIAS_NATS = 4, 10.0  # of the fit, and by one more token
 
 
 def absent_tokens(scorer: Scorer, sample: LogitSample, temperature: float) -> list[int]:
@@ -469,29 +514,9 @@ def preceding_counts(sequences: Sequences, tokens: Ints, vocabulary_size: int) -
     return torch.from_numpy(seen[0]), torch.from_numpy(seen[1])
 
 
-TOP_K = (15, 16, 20, 25, 30, 32, 40, 50, 64, 80, 100, 128, 200, 256)
-
-
 def transform_families(eos_token_id: int | None) -> list[Family]:
-    repetitions = (0.9, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0)
-    temperatures = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5)
-    found = [
-        Family("R01", "temperature", at_temperature, temperatures),
-        Family("R08.divided", "logprobs divided by", divided, temperatures),
-        Family("R03", "top_p", top_p, (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)),
-        Family("R03", "top_k", top_k, (*range(1, 13), *TOP_K), refine=False),
-        Family("R03", "min_p", min_p, (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)),
-        Family("R05", "repetition_penalty", repetition_penalty, repetitions),
-        Family("R05", "repetition_penalty of output tokens", output_repetition_penalty, repetitions),
-        Family("R05", "frequency_penalty", frequency_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
-        Family("R05", "presence_penalty", presence_penalty, (-0.5, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)),
-        Family("R50", "final logit soft cap", soft_cap, (2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)),
-        Family("R50", "no final logit soft cap", soft_cap, (float("inf"),), refine=False),
-        Family("R53", "vocabulary padding rows", padded_vocabulary, tuple(4.0**k for k in range(10))),
-        Family("R09", "most likely token", largest_logprob, (0.0,), refine=False),
-        Family("R08.entropy", "the mean logprob of all tokens", negative_entropy, (0.0,), refine=False),
-        Family("R37", "logits rounded to bfloat16", bfloat16_logits, (0.0,), refine=False),
-    ]
+    rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    found = [Family(transform=one, **row) for one in TRANSFORMS for row in rows[one.__name__]]
     if eos_token_id is not None:
         found.append(Family("R06", "EOS forbidden", forbidden_token, (float(eos_token_id),), refine=False))
     return found
@@ -591,3 +616,11 @@ def padded_vocabulary(rows: Rows, num_padding: float) -> Tensor:
     total = rows.scaled.logsumexp(1, keepdim=True)
     padding = torch.log(torch.tensor(float(num_padding)))
     return rows.scaled - torch.logaddexp(total, padding)
+
+
+# Those of transforms.toml, in the order of its tables.
+TRANSFORMS: tuple[Callable[[Rows, float], Tensor], ...] = (
+    *(at_temperature, divided, top_p, top_k, min_p, repetition_penalty, output_repetition_penalty),
+    *(frequency_penalty, presence_penalty, soft_cap, padded_vocabulary, largest_logprob, negative_entropy),
+    bfloat16_logits,
+)

@@ -2,9 +2,11 @@
 
 import copy
 import itertools
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,6 @@ import transformers
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 from transformers.image_utils import PILImageResampling
-from transformers.utils.constants import (
-    IMAGENET_DEFAULT_MEAN,
-    IMAGENET_DEFAULT_STD,
-    IMAGENET_STANDARD_MEAN,
-    IMAGENET_STANDARD_STD,
-    OPENAI_CLIP_MEAN,
-    OPENAI_CLIP_STD,
-)
 
 from areal_core.data.images import decode
 from areal_core.data.processor import VisionProcessor
@@ -27,7 +21,6 @@ from consistency.causes import Finding, finding
 from consistency.errors import NothingToCompare
 from consistency.score import Scorer, score_logprobs
 from consistency.source import Sampled
-from consistency.tensors import swapped, vision_tensors
 from consistency.tokens import Bools, Floats, Images, Ints, Sequences
 from consistency.transforms import Prediction, best_by_row, bounded, residual_size, select_rows, usable_or
 from recorder.pictures.kinds import encoded
@@ -153,12 +146,7 @@ def fit_placeholders(processor: VisionProcessor, rows: Sequences) -> tuple[Seque
     return expanded(rows, token_id, counts), found
 
 
-NORMALISATIONS: dict[str, tuple[Sequence[float], Sequence[float]]] = {
-    "CLIP": (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
-    "ImageNet": (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
-    "0.5": (IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD),
-    "0 and 1": ([0.0] * 3, [1.0] * 3),
-}
+NORMALISATIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 KERNELS = (PILImageResampling.BICUBIC, PILImageResampling.BILINEAR, PILImageResampling.NEAREST)
 # Pixels of an image, as checkpoints and serving guides of the Qwen-VL families set them.
 LEAST_PIXELS = (4 * 28**2, 16 * 28**2, 256 * 28**2)
@@ -359,17 +347,3 @@ def image_prefix(rows: Sequences, row: int, token_id: int) -> bytes:
     ids = rows.input_ids[rows.row(row)]
     runs = runs_of(ids, token_id)
     return ids[: runs[-1][1]].tobytes() if runs else b""
-
-
-# The tower
-
-
-def tower_alternative(
-    scorer: Scorer, other: Scorer, rows: Sequences, name: str, temperature: float
-) -> list[Prediction]:
-    """Score with the vision tower of another checkpoint (R65); nothing for rows without images."""
-    if rows.images is None or scorer.processor is None:
-        return []
-    with swapped(scorer, other, vision_tensors(scorer.model)):
-        logprobs = score_logprobs(scorer, rows, temperature=temperature)
-    return [Prediction("R65", f"the vision tower of {name}", 0.0, logprobs)]

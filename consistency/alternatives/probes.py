@@ -6,7 +6,6 @@ the noise floor: the published level of a precision, raised by what model or eng
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,11 +16,12 @@ from jinja2 import TemplateError
 from areal_core.engine.model import load_tokenizer_at
 from areal_core.engine.routers import Routers
 from areal_core.errors import ModelError
-from consistency.alternatives.images import image_alternatives, tower_alternative
+from consistency.alternatives.images import image_alternatives
 from consistency.alternatives.variants import (
     Variant,
     best_of,
     scanned,
+    shards_of,
     variant_alternatives,
 )
 from consistency.case import DTYPES, Request, Setting
@@ -29,7 +29,7 @@ from consistency.diagnose import Diagnosis, is_accusation
 from consistency.measure import NOISE, Noise, k3
 from consistency.rescoring import Rescoring
 from consistency.score import Scorer, load_scorer, logprobs_after, read_prefix, score_logprobs
-from consistency.tensors import find_changed_tensor, find_stale_tensors, swapped, with_values
+from consistency.tensors import find_changed_tensor, find_stale_tensors, swapped, tensors_of
 from consistency.tokens import Floats, Ints, Sequences
 from consistency.transforms import (
     EXPLAINED,
@@ -152,7 +152,6 @@ def probe_checkpoints(inputs: ProbeInputs) -> list[Prediction]:
         found += partial_alternatives(inputs, other, name)
         cause = "R24" if name == PREVIOUS else "R32" if is_adapter(inputs.scorer, other) else "R32.base"
         whole = inputs.predicted(cause, name, other)
-        found += tower_alternative(inputs.scorer, other, inputs.rows, name, temperature)
         found.append(whole)
         found += stale_prefixes(inputs, other, name)
         if cause == "R24":
@@ -161,8 +160,10 @@ def probe_checkpoints(inputs: ProbeInputs) -> list[Prediction]:
             scales = adapter_scales(inputs.scorer, other)
             found += best_of(inputs.scorer, inputs.rows, temperature, list(scales))
     if request.previous is not None and request.base is not None and request.previous != request.base:
-        with last_update_on(inputs.scorer, loaded[PREVIOUS], loaded[BASE]):
-            found.append(inputs.predicted("R24.delta", DELTA, inputs.scorer))
+        before, first = (tensors_of(loaded[name].model) for name in (PREVIOUS, BASE))
+        mine = tensors_of(inputs.scorer.model).items()
+        values = [(p, partial(torch.add, other=first[name] - before[name])) for name, p in mine]
+        found += best_of(inputs.scorer, inputs.rows, temperature, [Variant("R24.delta", DELTA, list(values))])
     return found
 
 
@@ -297,13 +298,6 @@ def after_prefix(inputs: ProbeInputs, other: Scorer, row: int, places: Ints, len
     return found
 
 
-def last_update_on(now: Scorer, previous: Scorer, base: Scorer) -> AbstractContextManager[None]:
-    """Give a model the weights of the base plus what the last update changed."""
-    before, first = (dict(scorer.model.named_parameters()) for scorer in (previous, base))
-    mine = now.model.named_parameters()
-    return with_values([(p, first[name].data + (p.data - before[name].data)) for name, p in mine])
-
-
 def partial_alternatives(inputs: ProbeInputs, previous: Scorer, of: str = PREVIOUS) -> list[Prediction]:
     """Score with those tensors of another checkpoint that explain the logprobs (R25)."""
     scorer, rows = inputs.scorer, inputs.rows
@@ -315,11 +309,11 @@ def partial_alternatives(inputs: ProbeInputs, previous: Scorer, of: str = PREVIO
     if scorer.head.layer.weight is scorer.model.get_input_embeddings().weight:  # an engine may have a copy
         old = replace(scorer, head=previous.head)
         found.append(inputs.predicted("R26.tied", f"the output layer of {of}", old))
+    cause = "R25" if of == PREVIOUS else "R25.base"
     if stale is not None:
         with swapped(scorer, previous, stale.names):
-            cause = "R25" if of == PREVIOUS else "R25.base"
             found.append(inputs.predicted(cause, stale.describe(), scorer))
-    return found
+    return found + best_of(scorer, rows, temperature, list(shards_of(scorer.model, previous.model, cause)))
 
 
 def bos_alternatives(inputs: ProbeInputs) -> list[Prediction]:

@@ -9,15 +9,19 @@ moves the logprobs as the engine's differ; the one that fits best is scored on a
 import copy
 import itertools
 import re
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from consistency.case import TIE_RATIO
 from consistency.measure import correlation
@@ -27,6 +31,7 @@ from consistency.tensors import (
     MOST_TENSORS,
     VOCABULARY_WORDS,
     tensors_of,
+    vision_tensors,
     with_values,
 )
 from consistency.tokens import Floats, Sequences
@@ -41,9 +46,14 @@ BASES = (1e3, 2.5e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e
 FACTORS = (0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
 MULTIPLES = (0.25, 0.5, 2.0, 4.0)  # of a number of the model
 REFINEMENTS, POINTS = 3, 5  # of a scanned number
-EPSILONS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 MOST_LAYERS = 48  # beyond it, only the first and the last are skipped
 WINDOW, WIDEST = "sliding_window", 1 << 30  # tokens
+WINDOWS = tuple(2.0**k for k in range(3, 18))
+OPTIONAL_OF_ROPE = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+
+ROTATE = "apply_rotary_pos_emb"  # of the modules of Transformers
+
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 Hook = Callable[..., Any]
 
@@ -104,7 +114,7 @@ def best_of(scorer: Scorer, rows: Sequences, temperature: float, variants: list[
             return float("inf")
         try:
             predicted = scored_with(variant, scorer, screened, temperature)
-        except (AttributeError, RuntimeError, ValueError):  # which this class does not compute
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # which this class does not compute
             return float("inf")
         before.append(abs(correlation(signed(predicted - base), difference)))
         return missed(screened, predicted)
@@ -197,6 +207,13 @@ def other_positions(make: Callable[..., Variant], of: str, own: dict[str, Any]) 
     for factor in FACTORS:
         yield make(f"positions{of} divided by {factor:g}", rope_type="linear", factor=factor)
     yield make(f"rotary positions{of} without the scaling of the config", rope_type="default")
+    for name in (name for name in own if name in OPTIONAL_OF_ROPE):
+        yield make(f"rotary scaling{of} without the {name} of the config", **{name: None})
+    for name, other in (("short_factor", "long_factor"), ("long_factor", "short_factor")):
+        if other in own:
+            yield make(
+                f"the {other} of the rotary scaling{of} for rows of every length", **{name: own[other]}
+            )
     for name, number in own.items():
         if type(number) in (int, float) and name not in ("rope_theta", "partial_rotary_factor"):
             yield from scanned(partial(rescaled, make, of, name, number), MULTIPLES, 1.0)
@@ -220,7 +237,8 @@ def rebuilt(tables: list[Any], keys: tuple[str, ...], title: str, **parameters: 
         found.values += [
             (old, partial(replaced, new.get_buffer(n).to(old))) for n, old in table.named_buffers()
         ]
-        found.attributes += [(table, n, v) for n, v in vars(new).items() if n.endswith("attention_scaling")]
+        given = vars(new).items()
+        found.attributes += [(table, n, v) for n, v in given if n.endswith(("attention_scaling", "config"))]
     return found
 
 
@@ -369,50 +387,36 @@ def reordered(model: Any, names: tuple[str, ...], order: Order) -> Changes:
 # MLP and norms.
 
 
-ACTIVATIONS: dict[str, nn.Module] = {
-    "silu": nn.SiLU(),
-    "gelu": nn.GELU(),
-    "gelu by tanh": nn.GELU(approximate="tanh"),
-    "relu": nn.ReLU(),
-}
-# Options of modules and configs: what another value does, their names and type, and the other value.
-OPTIONS: tuple[tuple[str, str, type, Callable[[Any], Any]], ...] = (
-    ("no soft cap of attention scores", "attn_logit_softcapping", float, lambda old: None),
-    *(
-        (f"the activation {name}", "act_fn", nn.Module, lambda old, new=new: new)
-        for name, new in ACTIVATIONS.items()
-    ),
-    *((f"norms with epsilon {e:.0e}", "variance_epsilon eps", float, lambda old, e=e: e) for e in EPSILONS),
-    ("1 expert more a token", "top_k", int, lambda old: old + 1),
-    ("1 expert less a token", "top_k", int, lambda old: max(old - 1, 1)),
-    ("experts chosen among those of all groups", "num_group topk_group", int, lambda old: 1),
-    ("1 group of experts more a token", "topk_group", int, lambda old: old + 1),
-    ("1 group of experts less a token", "topk_group", int, lambda old: max(old - 1, 1)),
-    ("weights of experts normalised the other way", "norm_topk_prob norm_topk", bool, lambda old: not old),
-    ("attention beside the MLP, or before it", "use_parallel_residual", bool, lambda old: not old),
-    ("attention without its window", WINDOW, int, lambda old: WIDEST),
-    ("a window one token wider", WINDOW, int, lambda old: old + 1),
-    ("a window one token narrower", WINDOW, int, lambda old: max(old - 1, 1)),
-    # Where only layers with a window, or of such a flag, have positions.
-    ("rotary positions in every layer", WINDOW, type(None), lambda old: WIDEST),
-    ("rotary positions in every layer", "use_rope", int, lambda old: 1),
-)
 # Numbers that modules multiply by.
 FACTOR = re.compile("scal|multipl|factor|alpha")
+
+
+OPTION_TYPES = {"int": int, "float": float, "bool": bool, "none": type(None), "activation": nn.Module}
+
+
+def changed_option(row: dict[str, Any], old: Any) -> Any:
+    """Return the value of an option by its row: so much more but at least 1, the other flag, a value or none."""
+    if "more" in row:
+        return max(old + row["more"], 1)
+    if "is" not in row:
+        return not old if row["type"] == "bool" else None
+    return ACT2FN[row["is"]] if row["type"] == "activation" else row["is"]
 
 
 def option_variants(model: Any) -> Iterator[Variant]:
     known = [one for module in model.modules() for one in (module, getattr(module, "config", None))]
     unique = {id(one): one for one in known if one is not None}.values()
-    for title, names, kind, change in OPTIONS:
-        options = [(one, name, getattr(one, name, ...)) for one in unique for name in names.split()]
-        changed = [
-            (one, name, change(old))
-            for one, name, old in options
-            if isinstance(old, kind) and change(old) != old
-        ]
-        cause = "R49" if "positions" in title else "R52.variant" if names == WINDOW else "R54"
-        yield Variant(cause, title, attributes=changed)
+    for row in TABLE["option"]:
+        options = [(one, name, getattr(one, name, ...)) for one in unique for name in row["names"]]
+        alike = [option for option in options if isinstance(option[2], OPTION_TYPES[row["type"]])]
+        changed = [(one, name, changed_option(row, old)) for one, name, old in alike]
+        changed = [(one, name, new) for one, name, new in changed if new != getattr(one, name)]
+        yield Variant(row["cause"], row["title"], attributes=changed)
+    sizes = [size for one in unique if isinstance(size := getattr(one, WINDOW, None), int)]
+    with_window = [one for one in unique if isinstance(getattr(one, WINDOW, None), int)]
+    without = [one for one in unique if hasattr(one, WINDOW) or hasattr(one, "o_proj")]
+    owners = with_window or [one for one in without if isinstance(one, nn.Module)]
+    yield from scanned(partial(windowed, owners), WINDOWS, float(max(sizes, default=WIDEST)))
     factors: dict[str, list[tuple[nn.Module, Any]]] = {}
     for one in model.modules():
         for name, value in (vars(one) | dict(one.named_buffers(recurse=False))).items():
@@ -425,6 +429,14 @@ def option_variants(model: Any) -> Iterator[Variant]:
         grid = sorted({*MULTIPLES, value, 1 / value} - {1.0}) if value > 0 else ()
         title = f"{name} of {type(found[0][0]).__name__}"
         yield from scanned(partial(multiplied, title, name, found), tuple(grid), 1.0)
+
+
+def windowed(owners: list[Any], size: float) -> Variant:
+    """Return the model with another window, which layers that have none hand on to their attention."""
+    held = [(one, WINDOW, round(size)) for one in owners if hasattr(one, WINDOW)]
+    given = {WINDOW: round(size)}
+    other = [(one, "forward", partial(one.forward, **given)) for one in owners if not hasattr(one, WINDOW)]
+    return Variant("R52", f"a window of {size:.0f} tokens", attributes=[*held, *other])
 
 
 def multiplied(title: str, name: str, found: list[tuple[nn.Module, Any]], by: float) -> Variant:
@@ -445,10 +457,32 @@ def norm_variants(model: Any) -> Iterator[Variant]:
     for names in (*((one,) for one in dict.fromkeys(name for name, _ in norms)), ("q_norm", "k_norm")):
         hooks = [(module, skip) for name, module in norms if name in names]
         yield Variant("R25.variant", f"{' and '.join(names)} skipped", hooks=list(hooks))
+    yield after_positions(model)
     of_all_heads = [module for name, module in norms if name in ("q_norm", "k_norm")]
     for count in SHARDS:
         hooks = [(one, partial(over_ranks, count)) for one in of_all_heads if len(one.weight) % count == 0]
         yield Variant("R54", f"q_norm and k_norm over each of {count} ranks alone", hooks=list(hooks))
+
+
+def after_positions(model: Any) -> Variant:
+    """Return the model that normalises the heads of q and k after their rotation."""
+    found, normed = Variant("R54", "q_norm and k_norm after the rotary positions"), [model]
+
+    def leave_out(layer: Any, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        normed[0] = layer
+        return args[0]
+
+    def rotate(own: Hook, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        q, k = own(q, k, *args, **kwargs)
+        return normed[0].q_norm.forward(q), normed[0].k_norm.forward(k)
+
+    for layer in model.modules():
+        norms: list[Any] = [getattr(layer, name, None) for name in ("q_norm", "k_norm")]
+        if all(len(getattr(norm, "weight", ())) == head_size(model) for norm in norms):
+            space = sys.modules[type(layer).__module__]
+            found.hooks += [(norm, partial(leave_out, layer)) for norm in norms]
+            found.attributes[:] = [(space, ROTATE, partial(rotate, getattr(space, ROTATE)))]
+    return found
 
 
 def over_ranks(count: int, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
@@ -506,7 +540,7 @@ def kind_variants(model: Any) -> Iterator[Variant]:
             for path, module in layer.named_modules():
                 values = vars(theirs.get(path, module)).items()
                 moved += [(module, n, v) for n, v in values if isinstance(v, KINDS) and n != "layer_idx"]
-        yield Variant("R52.variant", f"each layer of the type (window) of the {which} one", attributes=moved)
+        yield Variant("R52", f"each layer of the type (window) of the {which} one", attributes=moved)
 
 
 KINDS = (str, int, type(None))  # of what differs between types of layers
@@ -574,9 +608,12 @@ def expert_variants(model: Any) -> Iterator[Variant]:
     yield Variant("R25.variant", "a correction bias of the router in bfloat16", list(values))
     outputs = [p for name, p in model.named_parameters() if p.dim() == 3 and name.endswith("down_proj")]
     for rank, count in ((rank, shards) for shards in SHARDS for rank in range(shards)):
-        values = [(p, partial(without_shard, rank, count)) for p in outputs if len(p) % count == 0]
-        name = f"shard {rank} of {count} of the experts without an output"
-        yield Variant("R25.variant", name, list(values))
+        values = [
+            (p, partial(with_shard, p.new_zeros(()), rank, count, 0)) for p in outputs if len(p) % count == 0
+        ]
+        yield Variant(
+            "R25.variant", f"shard {rank} of {count} of the experts without an output", list(values)
+        )
     stacked = [one for one in model.modules() if isinstance(getattr(one, "down_proj", None), nn.Parameter)]
     tensors = [(p, len(one.down_proj)) for one in stacked for p in one.parameters(recurse=False)]
     orders: dict[str, Order] = {}
@@ -600,10 +637,33 @@ def rolled(by: int, count: int, old: Tensor) -> Tensor:
     return old if len(old) % count else old.roll(-by * len(old) // count, 0)
 
 
-def without_shard(rank: int, count: int, old: Tensor) -> Tensor:
+def with_shard(other: Tensor, rank: int, count: int, dim: int, old: Tensor) -> Tensor:
+    """Take the part of one rank from another tensor, or from one number."""
     new = old.clone()
-    new.chunk(count)[rank].zero_()
+    new.chunk(count, dim)[rank].copy_(other.expand_as(new).chunk(count, dim)[rank])
     return new
+
+
+BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "dense.weight", "dense_4h_to_h.weight", "fc2.weight")
+
+
+def shards_of(now: Any, other: Any, cause: str) -> Iterator[Variant]:
+    """Yield the model with one rank's part of tensors of another checkpoint, or with its vision tower."""
+    mine, theirs = tensors_of(now), tensors_of(other)
+    kinds = {
+        "all tensors": [name for name, p in mine.items() if p.dim() == 2 or name.endswith("proj.bias")],
+        "the experts": [name for name, p in mine.items() if p.dim() == 3],
+        "the vocabulary": [name for name in mine if any(word in name for word in VOCABULARY_WORDS)],
+    }
+    for (of, names), count in itertools.product(kinds.items(), SHARDS):
+        dims = {name: int(name.endswith(BY_COLUMNS) and mine[name].dim() == 2) for name in names}
+        cut = {name: dim for name, dim in dims.items() if mine[name].shape[dim] % count == 0}
+        for rank in range(count):
+            values = [(mine[n], partial(with_shard, theirs[n].data, rank, count, d)) for n, d in cut.items()]
+            yield Variant(cause, f"shard {rank} of {count} of {of}", list(values))
+    if hasattr(now.config, "vision_config"):
+        tower = [(mine[name], partial(replaced, theirs[name].data)) for name in vision_tensors(now)]
+        yield Variant("R65", "the vision tower", list(tower))
 
 
 def scaled(of: str, modules: list[nn.Module], by: float) -> Variant:
@@ -676,20 +736,20 @@ def with_inputs(scheme: Hook, layer: nn.Linear, args: Any, kwargs: Any, output: 
 
 
 def rounded_to_float8(
-    values: Tensor, of: tuple[int, ...] = (-1,), scaled_by: Callable[[Tensor], Tensor] = torch.positive
+    values: Tensor, of: list[int] | tuple[int, ...] = (-1,), in_powers: bool = False
 ) -> Tensor:
     """Round with one scale a row, or over the dimensions `of`."""
     most = torch.finfo(torch.float8_e4m3fn).max
-    scale = scaled_by(values.abs().amax(of, keepdim=True).clamp(min=1e-12) / most)
+    scale = rounded_up(values.abs().amax(of, keepdim=True).clamp(min=1e-12) / most, in_powers)
     return (values / scale).to(torch.float8_e4m3fn).float() * scale
 
 
-def in_blocks(values: Tensor, size: int, scaled_by: Callable[[Tensor], Tensor]) -> Tensor:
+def in_blocks(values: Tensor, size: int, in_powers: bool = False) -> Tensor:
     """Round to float8 with one scale for each square block, the last of which may be smaller."""
     rows, columns = values.shape[-2:]
     padded = nn.functional.pad(values, (0, -columns % size, 0, -rows % size))
     blocks = padded.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
-    rounded = rounded_to_float8(blocks, (-3, -1), scaled_by)
+    rounded = rounded_to_float8(blocks, (-3, -1), in_powers)
     return rounded.flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns]
 
 
@@ -697,7 +757,7 @@ def in_groups(values: Tensor, group: int | None) -> Tensor:
     return values if group is None or values.shape[-1] % group else values.reshape(-1, group)
 
 
-def rounded_to_integers(values: Tensor, bits: int, group: int | None) -> Tensor:
+def rounded_to_integers(values: Tensor, bits: int, group: int | None = None) -> Tensor:
     groups, most = in_groups(values, group), 2 ** (bits - 1) - 1
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
     return ((groups / scale).round().clamp(-most - 1, most) * scale).reshape(values.shape)
@@ -711,38 +771,25 @@ def rounded_from_zero_point(values: Tensor, bits: int, group: int) -> Tensor:
     return (((groups - low) / scale).round() * scale + low).reshape(values.shape)
 
 
-def rounded_to_float4(values: Tensor, group: int, scaled_by: Callable[[Tensor], Tensor]) -> Tensor:
+def rounded_to_float4(values: Tensor, group: int, in_powers: bool = False) -> Tensor:
     """Round to e2m1, with one scale a group."""
     groups, levels = in_groups(values, group), torch.tensor(FLOAT4, device=values.device)
-    scale = scaled_by(groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FLOAT4[-1])
+    scale = rounded_up(groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FLOAT4[-1], in_powers)
     edges = (levels[1:] + levels[:-1]) / 2
     return (levels[torch.bucketize((groups / scale).abs(), edges)] * groups.sign() * scale).reshape(
         values.shape
     )
 
 
-def power_of_two(scale: Tensor) -> Tensor:
-    return torch.exp2(scale.log2().ceil())
+def rounded_up(scale: Tensor, in_powers: bool) -> Tensor:
+    """Return scales as they are, or the next powers of two."""
+    return torch.exp2(scale.log2().ceil()) if in_powers else scale
 
 
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-BLOCKS = (128, 32)  # rows and columns, of DeepSeek's float8
-GROUPS = (16, 32, 64, 128)  # of GPTQ, AWQ, bitsandbytes, MXFP4 (32) and NVFP4 (16)
 SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
-    "float8": rounded_to_float8,
-    "float8 with one scale a tensor": partial(rounded_to_float8, of=(-2, -1)),
-    **{
-        f"float8 in blocks of {n}{of}": partial(in_blocks, size=n, scaled_by=scaled_by)
-        for n in BLOCKS
-        for of, scaled_by in (("", torch.positive), (", scales of powers of two", power_of_two))
-    },
-    "int8": partial(rounded_to_integers, bits=8, group=None),
-    **{f"int4, groups of {n}": partial(rounded_to_integers, bits=4, group=n) for n in GROUPS},
-    **{
-        f"int4 with a zero point, groups of {n}": partial(rounded_from_zero_point, bits=4, group=n)
-        for n in GROUPS
-    },
-    "float4, groups of 32 (MXFP4)": partial(rounded_to_float4, group=32, scaled_by=power_of_two),
-    "float4, groups of 16 (NVFP4)": partial(rounded_to_float4, group=16, scaled_by=torch.positive),
+    row.pop("name"): partial(one, **row)
+    for one in (rounded_to_float8, in_blocks, rounded_to_integers, rounded_from_zero_point, rounded_to_float4)
+    for row in TABLE[one.__name__]
 }
 OF_INPUTS = {name: SCHEMES[name.partition(" ")[0]] for name in SCHEMES if "4" not in name}  # a scale a token

@@ -1,10 +1,9 @@
-"""The shape of |D|: its onset in a sequence, slope or step, and the affected sequences."""
+"""The shape of |D|: slope over positions, and the affected sequences."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from consistency.measure import means_by
 from consistency.tokens import Bools, Floats, Ints, TokenTable
 
 NUM_BINS = 30
@@ -13,21 +12,11 @@ MIN_SEGMENT = 5
 MIN_RUN = 3  # tokens; a shorter run can be chance
 
 
-@dataclass(frozen=True)
-class Trend:
-    """Fit of mean |D| over positions.
+def trend(position: Ints, size: Floats) -> tuple[float, float, float] | None:
+    """Fit a line to |D| over position: R squared, mean of the first and of the last quarter.
 
-    R squared of a line and of a step, and the mean of the first and last quarter.
+    None with too few tokens.
     """
-
-    line: float
-    step: float
-    first: float
-    last: float
-
-
-def trend(position: Ints, size: Floats) -> Trend | None:
-    """Fit |D| over position; None with too few tokens."""
     num_bins = min(NUM_BINS, len(position) // TOKENS_PER_BIN)
     if num_bins < 8:
         return None
@@ -37,30 +26,8 @@ def trend(position: Ints, size: Floats) -> Trend | None:
     spread = float(((y - y.mean()) ** 2).sum()) or 1.0
     fits = [(np.polyfit(z, y, 1), z) for z in (np.log1p(x), x)]
     line = 1 - min(((y - np.polyval(fit, z)) ** 2).sum() for fit, z in fits) / spread
-    misses = [
-        ((y[:k] - y[:k].mean()) ** 2).sum() + ((y[k:] - y[k:].mean()) ** 2).sum() for k in range(1, num_bins)
-    ]
     quarter = num_bins // 4
-    return Trend(
-        line=float(line),
-        step=float(1 - min(misses) / spread),
-        first=float(y[:quarter].mean()),
-        last=float(y[-quarter:].mean()),
-    )
-
-
-def onset(position: Ints, difference: Floats, level: float) -> int | None:
-    """Return the first position with a large |D| if all earlier ones are clean, else None.
-
-    Both sides must have at least five positions.
-    """
-    size = np.minimum(np.abs(difference), 5.0)
-    names, means, count = means_by(position, size)
-    bad = np.flatnonzero((means > 2 * level) & (count >= MIN_SEGMENT))
-    if not len(bad) or bad[0] < MIN_SEGMENT or len(names) - bad[0] < MIN_SEGMENT:
-        return None
-    before, after = size[position < names[bad[0]]], size[position >= names[bad[0]]]
-    return int(names[bad[0]]) if before.mean() < 1.5 * level and after.mean() > 3 * level else None
+    return float(line), float(y[:quarter].mean()), float(y[-quarter:].mean())
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from transformers import MistralConfig, MistralForCausalLM
 
-from areal_core.engine.attention import PACKED
 from consistency import transforms
 from consistency.alternatives import probes
-from consistency.alternatives.variants import best_of, variant_alternatives, variants_of
+from consistency.alternatives.variants import best_of, shards_of, variant_alternatives, variants_of
 from consistency.case import NOISE, Request, Setting
 from consistency.score import Scorer, logprobs_after, read_prefix, score, scorer_of
 from consistency.tokens import Completion, Sequences, sequences_from_completions
 from consistency.transforms import Prediction
 
 from .faulty_engine import FaultyEngine, draw, report, sample_rows, sequences_of
-from .models import ARCHITECTURE, BOS, VOCABULARY_SIZE, peaked_model
+from .models import BOS, VOCABULARY_SIZE, peaked_model
 
 NUM_ROWS, PROMPT_LENGTH, NUM_TOKENS = 40, 12, 80
 SETTING = Setting(vocabulary_size=VOCABULARY_SIZE, bos_token_id=BOS, noise=NOISE["bfloat16"])
@@ -235,14 +233,6 @@ def missing_last_logprob(world: World) -> Given:
     return Given(sequences_from_completions(replies))
 
 
-def narrow_window(world: World) -> Given:
-    """The engine's attention reaches 40 tokens back."""
-    config = MistralConfig(**ARCHITECTURE, sliding_window=40, dtype="float32")
-    narrow = MistralForCausalLM._from_config(config, attn_implementation=PACKED)
-    narrow.load_state_dict(world.trainer.model.state_dict())
-    return Given(world.sample(scorer_of(narrow)))
-
-
 def added_tokens(world: World) -> Given:
     given = output_bias(8)(world)
     ids = world.random().permutation(VOCABULARY_SIZE)[:8]
@@ -326,6 +316,12 @@ def of_others(values: np.ndarray, world: World) -> np.ndarray:
     return values
 
 
+def from_a_place_of_the_row(values: np.ndarray, world: World) -> np.ndarray:
+    for row, place in zip(values[::2], world.random().integers(5, 40, len(values)), strict=False):
+        row[place:] = np.roll(row[place:], -1)
+    return values
+
+
 def variant(name: str) -> Callable[[World], Given]:
     """Sample with a variant of the model, and let the diagnosis look for it among all of them."""
 
@@ -355,6 +351,18 @@ def two_penalties(rows):
     return transforms.presence_penalty(replace(rows, logits=scaled), 0.6)
 
 
+def stale_shard(world: World) -> Given:
+    """The second of two ranks has the tensors of before."""
+    old, engine = moved(world.trainer, world.seed), copy.deepcopy(world.trainer.model)
+    for (name, mine), before in zip(engine.named_parameters(), old.model.parameters(), strict=True):
+        by_columns = int("o_proj" in name or "down_proj" in name)
+        if mine.dim() == 2:
+            mine.data.chunk(2, by_columns)[1].copy_(before.data.chunk(2, by_columns)[1])
+    shards = list(shards_of(world.trainer.model, old.model, "R25"))
+    sequences = world.sample(scorer_of(engine))
+    return Given(sequences, alternatives=best_of(world.trainer, sequences, 1.0, shards))
+
+
 CLEAN = with_transforms()
 FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "temperature 0.8 in the engine": ("R01", with_transforms(**both(transforms.at_temperature, temperature=0.8))),
@@ -377,6 +385,9 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "negative entropy": ("R08", with_transforms(reports=lambda rows: transforms.negative_entropy(rows, 0.0))),
     "shift by minus one": ("R11", reported(lambda v, w: np.roll(v, -1, axis=1))),
     "shift from the 20th token on": ("R11", reported(lambda v, w: np.hstack([v[:, :20], v[:, 21:], v[:, -1:]]))),
+    "rows shifted from a place of their own on": ("R11", reported(from_a_place_of_the_row)),
+    "biased tokens": ("R26", output_bias(3)),
+    "a stale shard": ("R25", stale_shard),
     "rows reversed": ("R11", reported(lambda v, w: v[:, ::-1])),
     "rows of a pack shifted": (
         "R11",
@@ -429,7 +440,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], Given]]] = {
     "another activation": ("R54", variant("the activation relu")),
     "output layer of zeros": ("R26", variant("lm_head.weight zero")),
     "soft cap": ("R50", with_transforms(**both(transforms.soft_cap, cap=5.0))),
-    "narrow window": ("R52", narrow_window),
+    "narrow window": ("R52", variant("a window of 32 tokens")),
     "vocabulary padding": ("R53", with_transforms(**both(transforms.padded_vocabulary, num_padding=64.0))),
     "policy moved": ("R57", stitched(lambda row, place: row % 2 == 0, versions=versions)),
     "NaN": ("R60", reported(some_nan)),

@@ -19,6 +19,8 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 ROPE = {"rope_parameters": {"sliding_attention": LOCAL, "full_attention": LINEAR}}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+OWN = {"attention_factor": YARN | {"attention_factor": 1.0}, "factor of the rotary scaling": LLAMA3}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -91,6 +93,9 @@ DETAILS = [
     ("llama", {"rope_parameters": LLAMA3 | {"factor": 32.0}}, "factor of the rotary scaling times 4"),
     ("phi3", joined_by_groups, "q, k and v joined in groups of heads, then cut"),
     ("llama", in_blocks_of_32, "scales of powers of two"),
+    ("mistral", {"sliding_window": 16}, "a window of 16 tokens"),
+    ("qwen3", {}, "q_norm and k_norm after the rotary positions"),
+    ("llama", {"rope_parameters": YARN}, "rotary scaling without the attention_factor of the config"),
     ("qwen3_moe", of_the_next_rank, "experts of 1 of 2 ranks further"),
 ]
 
@@ -98,7 +103,7 @@ DETAILS = [
 def sides(family, options, name, tmp_path):
     """Return the trainer, and rows with the log-probs of an engine with the detail."""
     families.write_tiny(family, str(tmp_path / "tiny"))
-    own = {"rope_parameters": LLAMA3} if "rotary scaling" in name else {}
+    own = next(({"rope_parameters": rope} for part, rope in OWN.items() if part in name), {})
     for side, changed in (("model", own), ("engine", {} if callable(options) else options)):
         config = shutil.copytree(tmp_path / "tiny", tmp_path / side) / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | changed))

@@ -11,7 +11,6 @@ from areal_core.engine.model import load_tokenizer_at
 from consistency.alternatives.probes import NO_THOUGHTS, with_prompts
 from consistency.case import NOISE, Request, Setting
 from consistency.check import check, explain_trainer
-from consistency.diagnose import diagnose
 from consistency.errors import OtherModel
 from consistency.score import load_scorer, score
 from consistency.source import read_record
@@ -98,21 +97,3 @@ def test_a_given_checkpoint_is_tried_on_what_could_be_rounding(model, sampled, r
     assert (found.verdict, found.causes[0].confidence <= 0.9) == ("healthy", True)
     found = check(sampled, Request(str(tmp_path / "newer"), previous=str(model))).diagnosis
     assert (found.verdict, found.causes[0].id) == ("mismatch", "R24")
-
-
-def test_a_window_needs_rows_that_begin_before_its_end(rows, scorer):
-    """Short prompts agree, and long ones of which the record lacks the beginning differ."""
-    own = score(scorer, rows)
-    start = np.where(np.arange(rows.num_rows) % 4, 10, 2)
-    noise = np.random.default_rng(0).normal(0, 0.5, len(own.logprob))
-    is_late = start[rows.row_of_token[rows.scored]] == 10
-    engine = rows.engine_logprobs.copy()
-    engine[rows.scored] = np.minimum(own.logprob + np.where(is_late, noise, 0.0), 0.0)
-    place = rows.cu_seqlens[rows.row_of_token] + start[rows.row_of_token]
-    sampled_from = np.arange(len(rows.input_ids)) >= place
-    changed = replace(rows, sampled=sampled_from, engine_logprobs=engine)
-    scores = score(scorer, changed)
-    added = changed.engine_logprobs[changed.scored] == 0.0
-    changed.engine_logprobs[changed.scored[added]] = scores.logprob[added]
-    found = diagnose(changed, scores, Setting(noise=NOISE["float32"]))
-    assert "R52" not in [cause.id for cause in found.causes]
