@@ -117,6 +117,12 @@ class Case:
         """Mean |D|."""
         return self.measurement.metrics["mean_abs"]
 
+    @property
+    def is_of_flips(self) -> bool:
+        """Whether experts chosen otherwise, few and large, leave mean |D| within its error of the level."""
+        error = LARGEST_SURPRISE * self.measurement.metrics["rmse"] / self.measurement.num_tokens**0.5
+        return self.setting.has_experts and self.mean_abs <= self.level + error
+
     @cached_property
     def explanation(self) -> Explanation | None:
         return None if self.replays is None else explain(self.replays, self.level)

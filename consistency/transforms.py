@@ -187,6 +187,8 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
 IN_ORDER = ("R05", "R01", "R03")  # in which engines apply them: penalties, temperature, truncation
 GAIN_OF_ONE = 1.5  # of squares, by the best one alone
 GAIN_OF_NEW = 1.2  # of squares, by one more of them, or by one more search
+FEWEST_BIASED = 3.0  # tokens of an id, or as many by probability, of which a bias is fitted
+BIAS_STEPS, BIAS_NATS = 4, 10.0  # of the fit, and by one more token
 GAIN_OF_ALL = 1e3  # of squares, by one transform that leaves nothing to others
 
 
@@ -267,10 +269,6 @@ def bias_of_tokens(
             moves = (labels[:, None] == torch.tensor(chosen)).double() - (law + bias).softmax(1)[:, chosen]
             missed = wanted - (law + bias).log_softmax(1)[at, labels]
             bias[chosen] += torch.linalg.lstsq(moves, missed[:, None]).solution[:, 0]
-
-
-FEWEST_BIASED = 3.0  # tokens of an id, or as many by probability, of which a bias is fitted
-BIAS_STEPS, BIAS_NATS = 4, 10.0  # of the fit, and by one more token
 
 
 def absent_tokens(scorer: Scorer, sample: LogitSample, temperature: float) -> list[int]:

@@ -50,9 +50,7 @@ MOST_LAYERS = 48  # beyond it, only the first and the last are skipped
 WINDOW, WIDEST = "sliding_window", 1 << 30  # tokens
 WINDOWS = tuple(2.0**k for k in range(3, 18))
 OPTIONAL_OF_ROPE = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-
 ROTATE = "apply_rotary_pos_emb"  # of the modules of Transformers
-
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 Hook = Callable[..., Any]
@@ -340,6 +338,7 @@ PAIRS = {"k and v": ("k_proj", "v_proj"), "gate and up": ("gate_proj", "up_proj"
 ATTENDED = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",))
 FUSED = "gate_up_proj"  # a linear layer, or of experts [experts, gate and up, dim]
 SHARDS = (2, 4, 8)
+BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "dense.weight", "dense_4h_to_h.weight", "fc2.weight")
 
 
 def pair_variants(model: Any) -> Iterator[Variant]:
@@ -410,12 +409,10 @@ def option_variants(model: Any) -> Iterator[Variant]:
         options = [(one, name, getattr(one, name, ...)) for one in unique for name in row["names"]]
         alike = [option for option in options if isinstance(option[2], OPTION_TYPES[row["type"]])]
         changed = [(one, name, changed_option(row, old)) for one, name, old in alike]
-        changed = [(one, name, new) for one, name, new in changed if new != getattr(one, name)]
         yield Variant(row["cause"], row["title"], attributes=changed)
-    sizes = [size for one in unique if isinstance(size := getattr(one, WINDOW, None), int)]
-    with_window = [one for one in unique if isinstance(getattr(one, WINDOW, None), int)]
-    without = [one for one in unique if hasattr(one, WINDOW) or hasattr(one, "o_proj")]
-    owners = with_window or [one for one in without if isinstance(one, nn.Module)]
+    held = [(m, getattr(m, WINDOW, None)) for m in unique if hasattr(m, WINDOW) or hasattr(m, "o_proj")]
+    sizes = [size for _, size in held if isinstance(size, int)]
+    owners = [m for m, size in held if isinstance(size if sizes else m, int if sizes else nn.Module)]
     yield from scanned(partial(windowed, owners), WINDOWS, float(max(sizes, default=WIDEST)))
     factors: dict[str, list[tuple[nn.Module, Any]]] = {}
     for one in model.modules():
@@ -642,9 +639,6 @@ def with_shard(other: Tensor, rank: int, count: int, dim: int, old: Tensor) -> T
     new = old.clone()
     new.chunk(count, dim)[rank].copy_(other.expand_as(new).chunk(count, dim)[rank])
     return new
-
-
-BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "dense.weight", "dense_4h_to_h.weight", "fc2.weight")
 
 
 def shards_of(now: Any, other: Any, cause: str) -> Iterator[Variant]:

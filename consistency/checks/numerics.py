@@ -208,7 +208,7 @@ def heavy_tail(case: Case) -> Finding | None:
         p99=heavy["p99_over_p50"],
         top=heavy["top_percent_share"],
         of_one=" of one engine" if len(engines) > 1 else "",
-        is_fault=case.mean_abs > case.level or not case.setting.has_experts,
+        is_fault=not case.is_of_flips,
     )
 
 

@@ -326,8 +326,8 @@ def other_context(case: Case) -> Finding | None:
     """
     if not case.unexplained or case.sequences.images is not None:
         return None
-    shape = trend(case.table.turn_position, np.minimum(np.abs(case.table.difference), 5.0))
-    line, first, last = shape or (0.0, 0.0, 0.0)
+    size = np.minimum(np.abs(case.table.difference), 5.0)
+    line, first, last = trend(case.table.turn_position, size) or (0.0, 0.0, 0.0)
     is_fading = line >= 0.5 and first >= max(1.5 * last, BAD_RATIO * case.level)
     return finding("R16", first=first, last=last) if is_fading else None
 
@@ -340,7 +340,7 @@ def one_tensor_differs(case: Case) -> Finding | None:
     found = case.changed_tensor
     if found is None or case.explanation is not None:
         return None
-    if case.setting.has_experts and case.setting.noise.name != "float32" and case.mean_abs <= case.level:
+    if case.is_of_flips and case.setting.noise.name != "float32":
         return None  # ordinary rounding: of few experts, which then stand out
     if any(check(case) for check in (one_worker_differs, policy_moved, only_decoded_tokens_differ)):
         return None  # all rows of an engine, and of a version, and all tokens have the same weights
