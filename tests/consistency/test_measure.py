@@ -70,8 +70,8 @@ def test_engines_of_different_noise_have_no_tail_together():
     def found(rows):
         table = table_of(rows * 0 - 2.0, rows - 2.0, worker=np.arange(len(rows)) % 2)
         setting = SimpleNamespace(has_experts=False)
-        facts = {"explanation": None, "level": 0.02, "mean_abs": 0.1, "setting": setting}
-        return heavy_tail(SimpleNamespace(**facts, table=table, measurement=measure(table)))
+        facts = {"explanation": None, "is_of_flips": False, "level": 0.02, "mean_abs": 0.1}
+        return heavy_tail(SimpleNamespace(**facts, setting=setting, table=table, measurement=measure(table)))
 
     both = np.stack([precise, coarse], 1).reshape(40, 24)
     together = tail(both.ravel())
