@@ -96,7 +96,9 @@ def scanned(make: Callable[[float], Variant], grid: tuple[float, ...], own: floa
 
 def variant_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
     """Score with the variant that fits the engine's logprobs best; none if none does."""
-    return best_of(scorer, rows, temperature, list(variants_of(scorer.model)))
+    longest = int(np.diff(rows.cu_seqlens).max())
+    some = [one for one in variants_of(scorer.model) if one.cause != "R52" or one.number < longest]
+    return best_of(scorer, rows, temperature, some)
 
 
 def best_of(scorer: Scorer, rows: Sequences, temperature: float, variants: list[Variant]) -> list[Prediction]:
