@@ -311,7 +311,9 @@ def retokenised(case: Case) -> Finding | None:
         & (found.after_median > case.level)
         & (found.after > BAD_RATIO * np.maximum(found.before, case.level / 2))
     )
-    if bad.sum() < 3 or broken.sum() < 0.6 * bad.sum() or np.ptp(found.place[broken]) < 8:
+    _, starts = np.unique(case.table.sequence, return_index=True)
+    in_answer = (found.place - case.table.position[starts])[broken]
+    if bad.sum() < 3 or broken.sum() < 0.6 * bad.sum() or np.ptp(np.percentile(in_answer, (25, 75))) < 4:
         return None
     if case.table.version is not None and len(np.unique(case.table.version)) > 1:
         return None  # an update in flight looks the same
