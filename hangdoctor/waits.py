@@ -129,8 +129,8 @@ def wait_in_frames(frames: tuple[Frame, ...], python: tuple[Frame, ...]) -> tupl
         return kind, operation, frame
     if native:
         # Below a call of the store or of a collective C waits for a socket or a lock, below an abort for the device.
-        of_peers = [n for n in native if n[0][0] in PEER_KINDS]
-        (kind, operation), _ = next((n for n in native if n[0][0] == "destroy"), (of_peers or native)[0])
+        outer = [n for kinds in (("destroy",), PEER_KINDS) for n in native if n[0][0] in kinds]
+        (kind, operation), _ = (outer or native)[0]
         return kind, operation, python[0] if python else native[0][1]
     return "running", "", python[0] if python else (frames[0] if frames else None)
 

@@ -84,13 +84,13 @@ def endings_of(job: JobLog, world_size: int | None, timed_out: set[int]) -> Ende
     if first in found.endings:
         known = found.endings[first]
         found.endings[first] = Ending(first, known.how, known.words, known.named, True)
-    ranks = {*found.endings, *found.stacks, *job.exits, *job.written}
-    silent = ranks - {*found.endings, *found.stacks, *job.exits}
+    silent = set(job.written) - {*found.endings, *found.stacks, *job.exits}
     if len(silent) == 1 < len(found.endings) and {e.how for e in found.endings.values()} == {"lost_peer"}:
         rank = silent.pop()
         found.endings[rank] = Ending(
             rank, "ended", "all others lost a peer, and it left no error", named=True
         )
+    ranks = {*found.endings, *found.stacks, *job.exits, *job.written}
     joined = job.joined[1] if job.joined else 0
     found.complete = job.complete or bool(world_size or joined)
     found.world_size = max([world_size or 0, joined, *(rank + 1 for rank in ranks)])

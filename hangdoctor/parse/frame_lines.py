@@ -87,11 +87,10 @@ def loose_frames(line: str) -> tuple[Frame, ...]:
         return ()
     shown = plain(line)
     if (match := CALL_AT.match(shown)) and (call := bare_name(match["call"])):
-        caller = match["function"] or "<unknown>"
-        return call, Frame(caller, full_path(match["file"]), int(match["line"][:9]))
+        return call, frame_in(match)
     for pattern in (NAME_FIRST, FILE_FIRST):
         if match := pattern.match(shown):
-            return (Frame(match["function"], full_path(match["file"]), int(match["line"][:9])),)
+            return (frame_in(match),)
     pieces = ARROWS.split(REMARK.sub("", without_bullets(line).replace("`", "")))
     if len(pieces) < 3 or len({arrow.strip("-=") for arrow in pieces[1::2]}) > 1:
         return ()
@@ -109,9 +108,14 @@ def piece_frame(text: str) -> Frame | None:
     if frame := tool_frame(text):
         return frame
     if match := NAME_FIRST.match(text):
-        return Frame(match["function"], full_path(match["file"]), int(match["line"][:9]))
+        return frame_in(match)
     name = text.removesuffix("()")
     return Frame(name, FILES_OF_NAMES.get(name, "")) if NAME.match(text) else None
+
+
+def frame_in(match: re.Match[str]) -> Frame:
+    """Return the frame of a form of people: of the groups function, file and line."""
+    return Frame(match["function"] or "<unknown>", full_path(match["file"]), int(match["line"][:9]))
 
 
 def bare_name(line: str) -> Frame | None:

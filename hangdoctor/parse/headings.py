@@ -189,10 +189,11 @@ def section_header(line: str, current: Section) -> Section | None:
 
 
 def named_header(bare: str, said: bool) -> Section | None:
-    if match := GLOBAL_RANK.search(bare):
-        return Section((int(match[1]),), headed=True)
-    if "ank" in bare.lower() and (match := RANKS.match(bare)):
-        return Section(numbers_in(match[2]), match[1].lower() if match[1] else None, headed=True)
+    if "ank" in bare.lower():
+        if match := GLOBAL_RANK.search(bare):
+            return Section((int(match[1]),), headed=True)
+        if match := RANKS.match(bare):
+            return Section(numbers_in(match[2]), match[1].lower() if match[1] else None, headed=True)
     if match := POSITION.match(bare):
         return Section((int(match[1]),), headed=True) if said or bare[:3].lower() in ("gpu", "sta") else None
     if match := ONE_COORDINATE.match(bare):

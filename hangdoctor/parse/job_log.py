@@ -139,15 +139,21 @@ def ends_in_error(text: str) -> bool:
 
 def headed_errors(text: str) -> tuple[list[tuple[int, str]], str]:
     """Return rank and lines of each heading of ranks that a traceback ends, and the other lines."""
+    if "Traceback (most recent call last):" not in text:
+        return [], text
     blocks: list[tuple[tuple[int, ...], list[str]]] = [((), [])]
     for line in text.split("\n"):
         heading = section_header(line.strip(), Section()) if "rank" in line.lower() else None
         if heading and heading.role is None and heading.ranks:
             blocks.append((heading.ranks, []))
         blocks[-1][1].append(line)
-    written = [(ranks, "\n".join(lines)) for ranks, lines in blocks]
-    of_ranks = [(rank, lines) for ranks, lines in written if ends_in_error(lines) for rank in ranks]
-    others = [lines for ranks, lines in written if not (ranks and ends_in_error(lines))]
+    of_ranks, others = list[tuple[int, str]](), list[str]()
+    for ranks, printed in blocks:
+        lines = "\n".join(printed)
+        if ranks and ends_in_error(lines):
+            of_ranks += [(rank, lines) for rank in ranks]
+        else:
+            others.append(lines)
     return of_ranks, "\n".join(others)
 
 

@@ -134,11 +134,10 @@ def parse_any(text: str) -> list[Section]:
 def streams(text: str) -> Iterable[tuple[int | str | None, list[str]]]:
     """Yield lines by the rank, or the process number as text, in their prefix; prefixes removed."""
     lines = [line[:MAX_LINE] for line in text.split("\n")]
-    of_hosts = [match for line in lines if (match := HOST.match(line))]
-    if len(of_hosts) == sum(1 for line in lines if line.strip(" \t`")):
+    if all(HOST.match(line) for line in lines if line.strip(" \t`")):
         by_host: dict[str, list[str]] = {}
-        for match in of_hosts:
-            by_host.setdefault(match["host"], []).append(match["rest"] or "")
+        for found in filter(None, map(HOST.match, lines)):
+            by_host.setdefault(found["host"], []).append(found["rest"] or "")
         yield from ((None, printed) for printed in by_host.values())
         return
     matches = [PREFIX.match(line) for line in lines] if MAYBE_PREFIXED.search(text) else []
