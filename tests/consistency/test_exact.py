@@ -1,12 +1,12 @@
 """Certificates of engines and servers, and conformance of weight updates: each fault is named."""
 
 import json
-from functools import partial
 
 import pytest
 
 from consistency.entry.exact import compare
 from tests.command_line import invoke
+from tests.marks import late
 
 from . import unsound_server as unsound
 
@@ -51,9 +51,6 @@ def test_a_real_server_gets_an_honest_verdict_and_conforms(tiny_model, sglang):
     verdicts = {check["name"]: check["verdict"] for check in json.loads(conformed.stdout)["checks"]}
     assert verdicts.pop("sleep and wake") == "not offered"  # without --enable-memory-saver
     assert set(verdicts.values()) == {"pass"}
-
-
-late = partial(pytest.param, marks=pytest.mark.long)
 
 
 def conform(address, model, *options):

@@ -2,15 +2,14 @@
 
 import json
 import random
-from functools import partial
 
 import pytest
 
 from areal_debug import Recorder
 from tests.command_line import reported
+from tests.marks import late
 
 NUM_ROWS, BATCH = 160, 5
-late = partial(pytest.param, marks=pytest.mark.long)
 
 
 def coverage(folder, order, *, period=NUM_ROWS, config=None, sizes=None, trainer="slime"):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 
 import numpy as np
 import pytest
@@ -11,9 +10,9 @@ import torch
 from areal_debug import Recorder
 from areal_debug.resume.seam import line_of
 from tests.command_line import invoke, printed, reported
+from tests.marks import late
 
 STEPS, BREAK = 24, 12
-late = partial(pytest.param, marks=pytest.mark.long)
 
 
 def rows_of(step, seed, version, kl, engine, prompts):

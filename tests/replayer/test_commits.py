@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,11 @@ from replayer.commits.warm import layers_with_own_code, search_commits
 from replayer.compare.stages import STAGES
 from replayer.request import Request
 from tests.command_line import git
+from tests.marks import late
 
 from .conftest import EditedRollouts, tiny_config
 
 ROOT = Path(__file__).parents[2]
-late = partial(pytest.param, marks=pytest.mark.long)
 CODE = {
     "commit": "a" * 40,
     "dirty_sha256": None,

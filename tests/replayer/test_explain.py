@@ -2,7 +2,6 @@
 
 import io
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from rich.console import Console
 from areal_debug.replay.report import report_of_explanation
 from areal_debug.report.terminal import print_report
 from replayer.explain import SampleShare, broken_update, explain
+from tests.marks import late
 
 from .conftest import train_and_record
 
@@ -102,7 +102,6 @@ def test_each_sample_without_a_gradient_has_its_reason(tmp_path, tiny_model):
 
 BROKEN_ROW = 9
 NAN, INF = math.nan, math.inf
-late = partial(pytest.param, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from recorder import open_record
 from replayer.errors import ReplayError
 from replayer.faulty import find_faulty
 from tests.forks import COMMAND
+from tests.marks import late
 
 DOWN = "model.layers.0.mlp.down_proj"
 QUERY = "model.layers.1.self_attn.q_proj"
@@ -21,7 +22,6 @@ WRONG_OUTPUT = {"kind": "output", "module": DOWN, "call": 1, "element": 77, "bit
 WRONG_GRADIENT = {"kind": "gradient", "module": QUERY, "call": 1, "element": 100, "bit": 22}
 WRONG_STATE = {"kind": "state", "module": DOWN, "call": 1, "element": 5, "bit": 29}
 SUMS = {"debug.record_bit_sums": True}
-late = partial(pytest.param, marks=pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
