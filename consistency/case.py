@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from consistency.measure import NOISE, Measurement, Noise
+from consistency.measure import NEGLIGIBLE, NOISE, Measurement, Noise
 from consistency.rescoring import Rescoring, TrainerCheck
 from consistency.score import Scores
 from consistency.tensors import ChangedTensor
@@ -28,8 +28,6 @@ TIE_RATIO = 1.02
 # Where logprobs are all near 0, another column of the model fits by chance; of other weights, the
 # base is merely nearer.
 EXACT = ("R09", "R32.base")
-# Below this mean |D| there is nothing to explain: float32 kernels differ by less.
-NEGLIGIBLE = 1e-4
 # Nats by which another transform must raise the likelihood of the samples. Fitting one number to
 # noise gains about 1.
 LIKELIER_NATS = 20.0

@@ -22,6 +22,8 @@ NUM_BINS = 40
 
 # A sequence's ratio is bounded as in verl's rollout correction, so that both chi2 are comparable.
 SEQUENCE_BOUND = 20.0
+# Below this mean |D| there is nothing to explain: float32 kernels differ by less.
+NEGLIGIBLE = 1e-4
 # Below the float32 resolution of a logprob, a median counts as 0 in ratios.
 SMALLEST_SIZE = 1e-12
 

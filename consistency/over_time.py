@@ -15,12 +15,12 @@ import numpy as np
 
 from consistency.causes import Finding, finding
 from consistency.errors import NothingToCompare
+from consistency.measure import NEGLIGIBLE
 from consistency.tokens import Floats
 from recorder import Record, RecordedStep
 from recorder.errors import StepNotRecorded
 
 FEWEST_STEPS = 5
-NEGLIGIBLE = 1e-4  # mean |D|: nothing to explain
 HEALTHY = 0.02  # mean |D| of bfloat16; above it even a constant gap has a cause
 NEAR = 0.2  # of the gap to the trainer: the engine has these weights
 GROWS = 2.0  # last third over first

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from consistency.measure import NEGLIGIBLE
 from consistency.score import TOKENS_PER_PASS, Scorer, predictors
 from consistency.tokens import PER_ROW, ROUNDING_ABOVE_ZERO, Floats, Ints, Sequences, is_minus_infinity
 
@@ -172,7 +173,9 @@ def replay(scorer: Scorer, sequences: Sequences, temperature: float, eos_token_i
         name = f"{len(absent)} forbidden tokens ({', '.join(map(str, absent[:MOST_NAMED]))})"
         without = evaluate(scorer, sequences, sample, temperature, [lambda rows: forbidden(rows, absent)])[0]
         predictions.append(Prediction("R06.tokens", name, 0.0, without))
-    bias = bias_of_tokens(scorer, sequences, replace(sample, **thinned), temperature, engine[::stride])
+    bias = torch.zeros(0)
+    if np.mean(np.abs(engine - base)) >= NEGLIGIBLE:
+        bias = bias_of_tokens(scorer, sequences, replace(sample, **thinned), temperature, engine[::stride])
     if len(ids := torch.nonzero(bias)[:, 0].tolist()):
         name = f"a bias on the logits of {len(ids)} tokens ({', '.join(map(str, ids))})"
         moved = evaluate_sample([lambda rows: normalised(rows.scaled + bias.to(rows.scaled))])[0]
@@ -513,8 +516,7 @@ def preceding_counts(sequences: Sequences, tokens: Ints, vocabulary_size: int) -
 
 
 def transform_families(eos_token_id: int | None) -> list[Family]:
-    rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    found = [Family(transform=one, **row) for one in TRANSFORMS for row in rows[one.__name__]]
+    found = [Family(transform=one, **row) for one in TRANSFORMS for row in TABLE[one.__name__]]
     if eos_token_id is not None:
         found.append(Family("R06", "EOS forbidden", forbidden_token, (float(eos_token_id),), refine=False))
     return found
@@ -616,7 +618,8 @@ def padded_vocabulary(rows: Rows, num_padding: float) -> Tensor:
     return rows.scaled - torch.logaddexp(total, padding)
 
 
-# Those of transforms.toml, in the order of its tables.
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+# Those of the table, in its order.
 TRANSFORMS: tuple[Callable[[Rows, float], Tensor], ...] = (
     *(at_temperature, divided, top_p, top_k, min_p, repetition_penalty, output_repetition_penalty),
     *(frequency_penalty, presence_penalty, soft_cap, padded_vocabulary, largest_logprob, negative_entropy),

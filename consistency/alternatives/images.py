@@ -2,11 +2,9 @@
 
 import copy
 import itertools
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,14 @@ import transformers
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 from transformers.image_utils import PILImageResampling
+from transformers.utils.constants import (
+    IMAGENET_DEFAULT_MEAN,
+    IMAGENET_DEFAULT_STD,
+    IMAGENET_STANDARD_MEAN,
+    IMAGENET_STANDARD_STD,
+    OPENAI_CLIP_MEAN,
+    OPENAI_CLIP_STD,
+)
 
 from areal_core.data.images import decode
 from areal_core.data.processor import VisionProcessor
@@ -146,7 +152,12 @@ def fit_placeholders(processor: VisionProcessor, rows: Sequences) -> tuple[Seque
     return expanded(rows, token_id, counts), found
 
 
-NORMALISATIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+NORMALISATIONS: dict[str, tuple[Sequence[float], Sequence[float]]] = {
+    "CLIP": (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
+    "ImageNet": (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
+    "0.5": (IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD),
+    "0 and 1": ([0.0] * 3, [1.0] * 3),
+}
 KERNELS = (PILImageResampling.BICUBIC, PILImageResampling.BILINEAR, PILImageResampling.NEAREST)
 # Pixels of an image, as checkpoints and serving guides of the Qwen-VL families set them.
 LEAST_PIXELS = (4 * 28**2, 16 * 28**2, 256 * 28**2)

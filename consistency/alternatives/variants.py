@@ -96,7 +96,7 @@ def scanned(make: Callable[[float], Variant], grid: tuple[float, ...], own: floa
 
 def variant_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
     """Score with the variant that fits the engine's logprobs best; none if none does."""
-    longest = int(np.diff(rows.cu_seqlens).max())
+    longest = int(np.diff(rows.cu_seqlens).max())  # a wider window changes nothing
     some = [one for one in variants_of(scorer.model) if one.cause != "R52" or one.number < longest]
     return best_of(scorer, rows, temperature, some)
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from consistency.case import BAD_RATIO, LARGEST_SURPRISE, NEGLIGIBLE, Case, Explanation
+from consistency.case import BAD_RATIO, LARGEST_SURPRISE, Case, Explanation
 from consistency.causes import CAUSES, Finding, finding
 from consistency.checks.numerics import CHECKS_OF_NUMBERS, moves_of_dtype, only_decoded_tokens_differ
 from consistency.checks.shape import MIN_RUN, breaks, explained_by_key, run_lengths, trend
-from consistency.measure import correlation, means_by
+from consistency.measure import NEGLIGIBLE, correlation, means_by
 from consistency.tensors import EVERY, TOWER, VOCABULARY_WORDS
 from consistency.tokens import Bools, Floats, Ints
 from consistency.transforms import LEAST_EXPECTED, Prediction
@@ -311,10 +311,10 @@ def retokenised(case: Case) -> Finding | None:
         & (found.after_median > case.level)
         & (found.after > BAD_RATIO * np.maximum(found.before, case.level / 2))
     )
-    _, starts = np.unique(case.table.sequence, return_index=True)
-    in_answer = (found.place - case.table.position[starts])[broken]
-    if bad.sum() < 3 or broken.sum() < 0.6 * bad.sum() or np.ptp(np.percentile(in_answer, (25, 75))) < 4:
+    if bad.sum() < 3 or broken.sum() < 0.6 * bad.sum():
         return None
+    if np.ptp(np.percentile(found.place[broken], (25, 75))) < 4:
+        return None  # from one place of all answers on
     if case.table.version is not None and len(np.unique(case.table.version)) > 1:
         return None  # an update in flight looks the same
     before, after = found.before[broken].mean(), found.after[broken].mean()

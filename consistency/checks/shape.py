@@ -34,7 +34,7 @@ def trend(position: Ints, size: Floats) -> tuple[float, float, float] | None:
 class Breaks:
     """The cut of each sequence at the largest change of |D|, all [sequences].
 
-    `place` is its absolute position; mean |D| before it, mean and median after it, and the mean of
+    `place` counts from the first sampled token; mean |D| before it, mean and median after it, and the mean of
     the sequence.
     """
 
@@ -56,14 +56,15 @@ def breaks(table: TokenTable) -> Breaks:
     for start, end in zip(starts, [*starts[1:], len(size)], strict=True):
         sizes, overall = size[start:end], float(size[start:end].mean())
         if len(sizes) < 2 * MIN_SEGMENT:
-            columns.append((int(table.position[start]), overall, overall, overall, overall))
+            columns.append((0, overall, overall, overall, overall))
             continue
         sums, counts = np.cumsum(sizes)[:-1], np.arange(1, len(sizes))
         left, right = sums / counts, (sizes.sum() - sums) / (len(sizes) - counts)
         gain = counts * (len(sizes) - counts) * (left - right) ** 2
         inner = slice(MIN_SEGMENT - 1, len(sizes) - MIN_SEGMENT)
         cut = int(np.argmax(gain[inner])) + MIN_SEGMENT - 1
-        broken, mid = int(table.position[start + cut + 1]), float(np.median(sizes[cut + 1 :]))
+        place, first = table.position[start + cut + 1], table.position[start]
+        broken, mid = int(place - first), float(np.median(sizes[cut + 1 :]))
         columns.append((broken, float(left[cut]), float(right[cut]), mid, overall))
     return Breaks(*(np.array(column) for column in zip(*columns, strict=True)))
 
