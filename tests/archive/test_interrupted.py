@@ -1,6 +1,7 @@
 """Archives and extractions that are killed, fail or run at the same time: complete or absent."""
 
 import errno
+import fcntl
 import os
 import signal
 import time
@@ -31,9 +32,10 @@ def kill_after(num_steps, call, source, destination):
         assert os.read(reading, 1)
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
-    while os.read(reading, 1):  # its confined child has the other end
-        pass
     os.close(reading)
+    unfinished = os.open(destination.with_name(f".{destination.name}.unfinished"), os.O_RDONLY)
+    fcntl.flock(unfinished, fcntl.LOCK_EX)  # until its confined child has ended
+    os.close(unfinished)
 
 
 @pytest.fixture
