@@ -6,7 +6,6 @@ to write instead (`replacements`).
 """
 
 import ast
-import difflib
 import importlib
 import sys
 import tomllib
@@ -22,9 +21,8 @@ from areal_core.errors import ConfigError
 PACKAGES = ("areal", "realhf")
 PAGE = "docs/coming_from_areal.md lists what there is"
 PATHS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-WORKFLOWS, REWARDS = PATHS["workflows"], PATHS["rewards"]
 # By the module that defines a name; packages above it may export it, too (`defined_at`).
-OURS = WORKFLOWS | REWARDS | PATHS["lambdas"] | PATHS["of_scripts"]
+OURS = {path: name for paths in PATHS.values() for path, name in paths.items()}
 
 OF_FILE = "file_of_"  # begins the name of a module that was imported from a file by its path
 
@@ -125,25 +123,7 @@ def hint_for(path: str) -> str:
     dotted = path.replace(":", ".")
     if dotted.split(".")[0] not in PACKAGES or dotted in OURS:
         return ""
-    similar = nearest(dotted)
-    if similar is None:
-        return f"; AReaL's {dotted} has no equivalent here ({PAGE})"
-    return f"; AReaL's {dotted} has no equivalent here: the nearest is {OURS[similar]}, for {similar}"
-
-
-def nearest(path: str) -> str | None:
-    """Return the workflow, agent or reward function with an equivalent that is most like `path`.
-
-    One of the same package is always near enough, another only with a similar name.
-    """
-    known = WORKFLOWS | REWARDS
-    package = ".".join(path.split(".")[:2])
-    same = [full for full in known if full.startswith(f"{package}.")]
-    if same:
-        return difflib.get_close_matches(path, same, n=1, cutoff=0)[0]
-    by_name = {full.rpartition(".")[2]: full for full in known}
-    alike = difflib.get_close_matches(path.rpartition(".")[2], by_name, n=1)
-    return by_name[alike[0]] if alike else None
+    return f"; AReaL's {dotted} has no equivalent here ({PAGE})"
 
 
 def replacements(script: str) -> Iterator[str]:

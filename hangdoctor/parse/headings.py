@@ -46,6 +46,12 @@ RANKS = re.compile(
     rf"ranks?[ _:=#\-]*{NUMBERS}(?:{WORDS_BEHIND}){{0,3}}$",
     re.IGNORECASE,
 )
+# `第 7 卡停在`, `0-6 号卡都在`, `rank 3 卡在`, also behind another clause
+CARDS = re.compile(
+    rf"^(?:.*[，。；])? ?(?:ranks?[ _]?{NUMBERS}|(?:第 ?)?{NUMBERS} ?(?:号|张)?(?:卡|ranks?|进程)) ?"
+    r"(?:都|均|全|则|一直)?(?:卡|停|在|等|阻塞|处于|的)?(?:住|在|待|堆栈|调用栈|如下|这里)*$",
+    re.IGNORECASE,
+)
 # `# rank 3 waits for the save`, `rank 3 is here:`
 SAID_RANKS = re.compile(rf"(?<!node[-_ ])(?<!machine[-_ ])\branks?[ _:=#\-]*{NUMBERS}", re.IGNORECASE)
 # `Node 3, local rank 5 (global rank 29) stack:`
@@ -81,13 +87,14 @@ EVERYBODY = re.compile(
 )
 OTHERS = re.compile(
     r"^collective stack trace$|^(?:on )?(?:(?:all|every)(?: of)?(?: the)? |the )?(?:(?:other|remaining|rest)(?:s| of)?(?: the)?"
-    r"(?: (?:ranks?|processes|gpus?|workers?))?|(?:ranks?|processes|gpus?|workers?) (?:except|but) [\w ,]{1,40})"
+    r"(?: (?:ranks?|processes|gpus?|workers?))?|其[他余]的? ?(?:卡|ranks?|进程)都?(?:停|卡|在)?在?|"
+    r"(?:ranks?|processes|gpus?|workers?) (?:except|but) [\w ,]{1,40})"
     r"(?: ?\([^()]*\)| (?:are|show|wait|in|at).{0,40})?$",
     re.IGNORECASE,
 )
 PID = re.compile(r"^(?:pid|process id)[ :=#]*(\d{1,9})(?: ?\([^()]*\))?$", re.IGNORECASE)
 STATE = re.compile(r"\b(idle|active|running)\b", re.IGNORECASE)
-DECORATION = "=-#*[]<>:_`•►▶| \t/"
+DECORATION = "=-#*[]<>:：_`•►▶| \t/"
 
 SPY_THREAD = re.compile(
     r"^Thread (?P<id>0x[0-9A-Fa-f]+|\d+|\w[\w\- ]*?) \((?P<state>idle|active|active\+gil|idle\+gil)\)"
@@ -171,7 +178,7 @@ class OpenThread:
         return self.outermost_first
 
 
-ENTRIES = ("<module>", "_bootstrap", "_run_module_as_main")
+ENTRIES = ("<module>", "_bootstrap", "_run_module_as_main", "main")
 
 
 def section_header(line: str, current: Section) -> Section | None:
@@ -183,6 +190,8 @@ def section_header(line: str, current: Section) -> Section | None:
     bare = TAG.sub("", line).strip(DECORATION)
     if not bare or len(line) > 200:
         return None
+    if line == f"{bare}:" and bare.isdecimal() and len(bare) < 4:  # below `ranks:`
+        return Section((int(bare),), headed=True)
     said = line[0] in "#/=*$" or line.startswith((">>>", "---")) or line.rstrip("`* ").endswith(":")
     said = said or (len(bare) < 100 and LEADS_IN.match(bare) is not None)
     return named_header(bare, said)
@@ -194,6 +203,8 @@ def named_header(bare: str, said: bool) -> Section | None:
             return Section((int(match[1]),), headed=True)
         if match := RANKS.match(bare):
             return Section(numbers_in(match[2]), match[1].lower() if match[1] else None, headed=True)
+    if match := CARDS.match(bare):
+        return Section(numbers_in(match[1] or match[2]), headed=True)
     if match := POSITION.match(bare):
         return Section((int(match[1]),), headed=True) if said or bare[:3].lower() in ("gpu", "sta") else None
     if match := ONE_COORDINATE.match(bare):

@@ -29,6 +29,7 @@ from hangdoctor.parse.location import ProcessName, parse_name
 from hangdoctor.parse.logs import RELEVANT, has_timeouts, parse_error_file, parse_log
 from hangdoctor.parse.members import members_of
 from hangdoctor.parse.owners import owners_of
+from hangdoctor.parse.rows import with_rows
 from hangdoctor.parse.stacks_json import HEAD, JSON_ARRAY, parse_stacks_json
 from hangdoctor.parse.stacks_text import parse_stacks_text
 from hangdoctor.tables import MESSAGES, message
@@ -182,8 +183,8 @@ def take_dump(reading: Reading, place: location.Place, member: str, data: bytes)
         pid, threads = parse_stacks_json(data)
         keep(reading, owner_of(reading, place, member), place, threads, pid)
         return
-    text = data.decode(errors="replace")
-    if head.lstrip().startswith("{"):
+    text = with_rows(data.decode(errors="replace"))
+    if text.lstrip().startswith("{"):
         take_object(reading, place, member, data)
     elif is_ras_text(text):
         reading.ras += parse_ras_text(text)

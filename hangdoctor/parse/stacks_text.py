@@ -33,10 +33,11 @@ PREFIX = re.compile(
     r"\(\w[\w.]*(?: rank=(?P<ray>\d+))?[^)]{0,40}? pid=(?P<pid>\d+)[^)]*\)|"
     r"\(\w[\w.]* rank=(?P<worker>\d+)[^)]*\)|"
     r"(?P<srun>\d{1,6}):|\[(?:\d+,)?(?P<mpi>\d+)\]<std\w+>:|[\w.\-]*?-(?P<compose>\d{1,5})\s+\||"
-    r"\[pod/[\w.\-]*?-(?P<pod>\d{1,5})/[\w.\-]+\]) ?"
+    r"\[pod/[\w.\-]*?-(?P<pod>\d{1,5})/[\w.\-]+\]|"
+    r"rank ?(?P<said>\d{1,6})(?= (?:Traceback \(|  |\w+(?:Error|Interrupt|Exception)\b))) ?"
 )
 HOST = re.compile(r"^(?P<host>[A-Za-z][\w.\-]{0,62}):(?:$| (?P<rest>.*))")  # pdsh, clush
-MAYBE_PREFIXED = re.compile(r"^[^\S\n]*(?:\[|\(|\d+:|[\w.\-]+-\d+\s+\|)", re.M)
+MAYBE_PREFIXED = re.compile(r"^[^\S\n]*(?:\[|\(|rank ?\d|\d+:|[\w.\-]+-\d+\s+\|)", re.M)
 CLOCK = re.compile(
     r"^(?:\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?: (?:DP|PP|TP|EP)\d+)+\] ?|"  # SGLang names its rank
     r"\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,\d]*(?:[+-]\d\d:?\d\d|Z)?(?: \w+)?\]? ?"
@@ -157,7 +158,7 @@ def streams(text: str) -> Iterable[tuple[int | str | None, list[str]]]:
 
 def writer_of(match: re.Match[str]) -> int | str | None:
     """Return the rank in a prefix, else its process number as text."""
-    ranks = ("torchrun", "ray", "worker", "srun", "mpi", "compose", "pod")
+    ranks = ("torchrun", "ray", "worker", "srun", "mpi", "compose", "pod", "said")
     number = next((match[name] for name in ranks if match[name]), None)
     return int(number[:9]) if number else match["pid"] and match["pid"][:9]
 
@@ -255,7 +256,7 @@ class Reader:
             self.frames(loose, loose=True)
         elif self.sections[-1].headed and not self.has_lines() and (name := bare_name(line)):
             self.frames((name,), loose=False)
-        elif match := INLINE.match(line):
+        elif (match := INLINE.match(line)) and not match["heading"].isdecimal():
             section = section_header(f"{match['heading']}:", self.sections[-1])
             if section is not None:
                 self.inline(section, match["rest"])
