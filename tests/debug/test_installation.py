@@ -83,6 +83,7 @@ def record(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_what_reads_and_diagnoses_needs_no_extra_and_other_verbs_name_theirs(record, tmp_path):
     (tmp_path / "stats.jsonl").write_text("".join(f'{{"step": {i}, "loss": 1.0}}\n' for i in range(30)))
     (tmp_path / "rank_0.txt").write_text('Thread 1 (active): "MainThread"\n    all_reduce (a.py:1)\n')
