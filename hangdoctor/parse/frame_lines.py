@@ -54,9 +54,10 @@ FILE_FIRST = re.compile(
     rf'^[("\[]?(?P<file>[\w./<>~\-]+\.{SOURCE})"?(?::|, ?line |\(| line |#L?)(?P<line>\d+)[)\]]?[:,]?(?: in| -)? *'
     rf"[(`]?(?P<function>[A-Za-z_<][\w.<>]*)(?:\([^()]*\))?[)`]?$"
 )
-# `dist.barrier() at f.py:3 (save)`: a call that waits, and where the program makes it
+# `dist.barrier() at f.py:3 (save)`, `dist.barrier (f.py:3)`: a call that waits, and where the program makes it
 CALL_AT = re.compile(
-    rf"^(?P<call>[\w.]+)\(\) (?:at|in) (?P<file>[\w./~\-]+\.{SOURCE}):(?P<line>\d+)(?: \((?:in )?(?P<function>\w+)(?:\(\))?\))?$"
+    rf"^`?(?:(?P<call>[\w.]+)(?:\(\))?`? (?:at|in)|(?P<dotted>(?:torch\.)?dist(?:ributed)?\.\w+)(?:\(\))?`?) "
+    rf"\(?(?P<file>[\w./~\-]+\.{SOURCE}):(?P<line>\d+)\)?(?: \((?:in )?(?P<function>\w+)(?:\(\))?\))?$"
 )
 ARROWS = re.compile(r"\s*(<-+|<=+|←|⟵|-+>|=+>|→|›| > | < |(?<=\) )(?:in|from|under)(?= ))\s*")
 INNER_FIRST = ("←", "⟵", "in", "from", "under")
@@ -86,8 +87,8 @@ def loose_frames(line: str) -> tuple[Frame, ...]:
     if len(line) > MAX_LOOSE:
         return ()
     shown = plain(line)
-    if (match := CALL_AT.match(shown)) and (call := bare_name(match["call"])):
-        return call, frame_in(match)
+    if calls := called_at(shown):
+        return calls
     for pattern in (NAME_FIRST, FILE_FIRST):
         if match := pattern.match(shown):
             return (frame_in(match),)
@@ -101,6 +102,13 @@ def loose_frames(line: str) -> tuple[Frame, ...]:
     # `a <- b`: b called a. `a -> b`: a called b, unless only a is a call that waits.
     waits_first = frames[0].function in FILES_OF_NAMES and frames[-1].function not in FILES_OF_NAMES
     return tuple(frames if "<" in pieces[1] or pieces[1] in INNER_FIRST or waits_first else reversed(frames))
+
+
+def called_at(shown: str) -> tuple[Frame, ...]:
+    """Return a call that waits and the frame that makes it; nothing for another line."""
+    match = CALL_AT.match(shown)
+    call = bare_name(match["call"] or match["dotted"]) if match else None
+    return (call, frame_in(match)) if match and call and full_path(match["file"]) != call.file else ()
 
 
 def piece_frame(text: str) -> Frame | None:

@@ -29,6 +29,7 @@ PROCESS = re.compile(
 DUMPED = re.compile(
     r"^(?:.{0,60}[$#] )?(?:sudo )?(?:py-spy dump|pystack remote)(?: -[\w\-]+)*[ =](\d{1,9})\b"
 )
+SENTENCE = re.compile(r"(?<=[\w%)]\.) +(?=[Rr]anks? \d)")  # `All is idle. Rank 3:`
 TAG = re.compile(r"</?(?:details|summary|b|code|pre|h\d|p|br)>")
 ROLE_WORDS = "|".join(sorted((role for role in ROLES if role not in ("train", "ref")), key=len, reverse=True))
 NUMBERS = r"[\[({]?(\d[\d ,.\-–&]*(?:(?:and|to|through) \d+)?)[\])}]?"
@@ -187,7 +188,7 @@ def section_header(line: str, current: Section) -> Section | None:
         heading = current if current.headed and not current.threads else Section()
         pid, command = int(match[1][:9]), match.groupdict().get("command") or ""
         return replace(heading, pid=pid, command=command, threads=[], headed=True, message="")
-    bare = TAG.sub("", line).strip(DECORATION)
+    bare = SENTENCE.split(TAG.sub("", line))[-1].strip(DECORATION)
     if not bare or len(line) > 200:
         return None
     if line == f"{bare}:" and bare.isdecimal() and len(bare) < 4:  # below `ranks:`

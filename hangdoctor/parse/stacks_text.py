@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from hangdoctor.model import Frame
-from hangdoctor.parse.frame_lines import bare_name, frame_of, loose_frames
+from hangdoctor.parse.frame_lines import bare_name, called_at, frame_of, loose_frames
 from hangdoctor.parse.headings import GDB_ROW, PROCESS, OpenThread, Section, section_header, thread_header
 from hangdoctor.parse.logs import shapes_of
 from hangdoctor.parse.stacks_json import parse_stacks_json
@@ -54,10 +54,12 @@ REFUSAL = re.compile(
     r"^(?:Error: Failed|Failed to suspend|Permission Denied|Error: .*(?:py-spy|process)|Error: (?:408|503)$)",
     re.IGNORECASE,
 )
+WAITS = r"(?:(?:is|are) )?(?:stopped|stuck|blocked|hung|waiting|hangs?|waits?) (?:at|in|on)"
+WAITING = re.compile(rf"^{WAITS} ")
 # A heading and its frame on one line, or in one row of a table.
 INLINE = re.compile(
     r"^(?:\| *)?(?P<heading>[^()|]{1,60}?(?:\d|\)|idle|active)\]?\*{0,2})"
-    r"(?::\s+| *\| +| +(?:→|->|=>) +|\s+(?:(?:is|are) )?(?:stopped|stuck|blocked|hung|waiting|hangs?|waits?) (?:at|in|on)\s+|"
+    r"(?::\s+| *\| +| +(?:→|->|=>) +|\s+" + WAITS + r"\s+|"
     r"(?<=\d\]) )(?:\"?MainThread\"?(?: *[:|] *| ))?(?P<rest>\S.*?)(?: *\|)?$"
 )
 
@@ -278,8 +280,9 @@ class Reader:
             self.sections.append(section)
             self.open(thread)
             return
+        rest = WAITING.sub("", rest)
         frame = frame_of(rest) or (bare_name(rest) if "-" not in rest else None)
-        found = (frame,) if frame else loose_frames(rest)
+        found = called_at(rest) or ((frame,) if frame else loose_frames(rest))
         if found and self.thread is None:
             self.sections.append(section)
             self.frames(found, loose=False)
