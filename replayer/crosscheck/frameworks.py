@@ -6,8 +6,9 @@ either is copied. An attribute that a version needs and the stand-in lacks ends 
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from replayer.crosscheck.options import CISPO, Options
 from replayer.crosscheck.step_rows import Floats, StepRows
-from replayer.crosscheck.their_configs import TABLES, TRL_AGGREGATIONS, as_trl, as_verl, with_none
+from replayer.crosscheck.their_configs import TABLES, as_trl, as_verl, with_none
 from replayer.crosscheck.twin import LossInputs, correction, groups_of, mask_of
 
 
@@ -77,10 +78,7 @@ class Trl:
         """Compute advantages [N, T] in float64. Raises CannotRun."""
         counts, order = np.bincount(rows.groups), np.argsort(rows.groups, kind="stable")
         if counts.min() != counts.max() or counts[0] < 2:
-            raise CannotRun(
-                f"TRL takes the same number of answers to every prompt, at least 2; here it is {counts.min()} "
-                f"to {counts.max()}"
-            )
+            raise CannotRun(TABLES["texts"]["answers"].format(counts.min(), counts.max()))
         rewards = torch.from_numpy(rows.rewards[order] * options.reward_scaling)
         ids = [[1]] * len(order)
         stand_in = trl_stand_in(
@@ -97,7 +95,7 @@ class Trl:
 
     def loss(self, given: LossInputs, options: Options) -> tuple[float, Tensor]:
         """Compute the loss of an update, and its gradient by `given.current`. Raises CannotRun."""
-        kinds = {how: kind for kind, how in TRL_AGGREGATIONS.items() if kind != "cispo"}
+        kinds = {how: kind for kind, how in TABLES["values"]["aggregations"].items() if kind != "cispo"}
         if options.micro_batches > 1 or len(given.ranks.unique()) > 1:
             kinds.pop("token-mean of each micro-batch")
         if options.aggregation not in kinds:
@@ -110,20 +108,14 @@ class Trl:
             "completion_ids": mask,
             "completion_mask": mask,
             "num_items_in_batch": mask.sum(),
-            "advantages": given.advantages,
-            "old_per_token_logps": given.old,
-            "ref_per_token_logps": given.reference,
-        }
+        } | {name: getattr(given, ours) for name, ours in TABLES["trl-self"]["inputs"].items()}
 
         def compute(current: Tensor) -> Tensor:
             stand_in = trl_stand_in(
                 _get_per_token_logps_and_entropies=lambda *_, **__: (current, 0 * current.detach(), None),
-                beta=options.kl_coef,
                 loss_type="cispo" if options.clipped == CISPO else kinds[options.aggregation],
-                importance_sampling_level=options.ratio_level,
-                epsilon_low=options.clip_low,
                 epsilon_high=high + (options.clipped == CISPO),
-                max_completion_length=options.max_length,
+                **named(options, TABLES["trl-self"]["options"]),
             )
             if options.correction is not None:
                 stand_in.use_vllm = stand_in.vllm_importance_sampling_correction = True
@@ -134,6 +126,11 @@ class Trl:
             return loss
 
         return gradient_of(compute, given)
+
+
+def named(options: Options, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return options by the names that a framework has for them."""
+    return {theirs: getattr(options, name) for theirs, name in names.items()}
 
 
 def trl_stand_in(**given: Any) -> SimpleNamespace:
@@ -205,17 +202,10 @@ class Verl:
         mode = (
             "cispo" if options.clipped == CISPO else "vanilla" if options.ratio_level == "token" else "gspo"
         )
-        config = config_class(
-            strategy="fsdp",
-            rollout_n=1,
-            use_dynamic_bsz=True,
-            clip_ratio=options.clip_low,
-            clip_ratio_low=options.clip_low,
-            clip_ratio_high=options.clip_low if options.clip_high is None else options.clip_high,
-            clip_ratio_c=options.dual_clip or 3.0,
-            loss_agg_mode=options.aggregation,
-            loss_scale_factor=options.max_length,
-        )
+        high = options.clip_low if options.clip_high is None else options.clip_high
+        usual = replace(options, clip_high=high, dual_clip=options.dual_clip or 3.0)
+        of_usual = named(usual, TABLES["verl-actor"])
+        config = config_class(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, **of_usual)
         config.global_batch_info["loss_scale_factor"] = options.max_length
         mask = given.mask.double()
 

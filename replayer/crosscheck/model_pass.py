@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from areal_core.engine.routers import Routers
+from replayer.crosscheck.options import Options
 from replayer.crosscheck.step_rows import Floats, StepRows, Update
 from replayer.crosscheck.twin import UNIT
 
@@ -27,23 +28,24 @@ class ModelPass:
     models: tuple[tuple[Any, Routers | None], tuple[Any, Routers | None]]
     temperature: float
 
-    def logprobs(self, rows: StepRows) -> tuple[Floats, float]:
-        """Return the log-probs of all rows, [N, T], and the noise of float32."""
+    def logprobs(self, rows: StepRows, ahead: int = 1) -> tuple[Floats, float]:
+        """Return the log-probs of all rows, [N, T], so many tokens ahead of their context, and the noise of float32."""
         found = []
         for model, routers in self.models:
             matrix = np.zeros(rows.mask.shape)
             with torch.no_grad():
-                for row in np.flatnonzero(rows.lengths > 1).tolist():
-                    logprobs = self.row(model, routers, rows, row)
-                    matrix[row, : len(logprobs)] = logprobs.double().numpy()
+                for row in np.flatnonzero(rows.lengths > ahead).tolist():
+                    logprobs = self.row(model, routers, rows, row, ahead)
+                    matrix[row, ahead - 1 : ahead - 1 + len(logprobs)] = logprobs.double().numpy()
             found.append(np.where(rows.mask, matrix, 0.0))
         exact, rounded = found
         return exact, NOISE_FACTOR * float(np.abs(exact - rounded).max()) + UNIT
 
     def norm(
-        self, rows: StepRows, update: Update, gradient: Tensor, parts: Tensor, limit: float = inf
+        self, rows: StepRows, update: Update, gradient: Tensor, parts: Tensor, options: Options
     ) -> tuple[float, float]:
-        """Return the norm of a gradient, given [n, T] by log-probs and clipped after `parts` [n], and its noise."""
+        """Return the norm of a gradient [n, T] by log-probs, of `parts` [n] that are clipped or not, and its noise."""
+        limit, ahead = options.max_norm if "clipped" in options.gradient_of else inf, options.labels_ahead
         norms = []
         for model, routers in self.models:
             model.zero_grad()
@@ -51,20 +53,22 @@ class ModelPass:
                 if limit < inf and number and parts[number] != parts[number - 1]:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
                 if gradient[number].any():
-                    logprobs = self.row(model, routers, rows, row)
-                    logprobs.backward(gradient[number, : len(logprobs)].to(logprobs.dtype))
-            squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+                    logprobs = self.row(model, routers, rows, row, ahead)
+                    logprobs.backward(gradient[number, ahead - 1 :][: len(logprobs)].to(logprobs.dtype))
+            found = [p.grad.double() for p in model.parameters() if p.grad is not None]
+            # FSDP2 divides along the first dimension
+            squares = [x[: -(-len(x) // options.shards)].square().sum() for x in found]
             norms.append(float(torch.stack(squares).sum().sqrt()) if squares else 0.0)
         exact, rounded = norms
         return exact, NOISE_FACTOR * abs(exact - rounded) + exact * (2 * rows.noise + 64 * UNIT)
 
-    def row(self, model: Any, routers: Routers | None, rows: StepRows, row: int) -> Tensor:
-        """Return the log-probs of a row's tokens but the first."""
+    def row(self, model: Any, routers: Routers | None, rows: StepRows, row: int, ahead: int) -> Tensor:
+        """Return the log-probs of a row's tokens but the first `ahead`."""
         tokens = torch.from_numpy(rows.input_ids[row, : rows.lengths[row]])[None]
         if routers is not None and rows.experts is not None:
             routers.replay(torch.from_numpy(rows.experts[row, : rows.lengths[row]]), tokens.device)
-        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1] / self.temperature
-        chosen = logits.gather(1, tokens[0, 1:, None])[:, 0]
+        logits = model(input_ids=tokens, use_cache=False).logits[0, :-ahead] / self.temperature
+        chosen = logits.gather(1, tokens[0, ahead:, None])[:, 0]
         logprobs: Tensor = chosen - logits.logsumexp(1)
         return logprobs
 

@@ -34,10 +34,9 @@ SAME = 1 / 3  # of that distance, within which two log-probs are of the same wei
 APART = 0.02  # nats a token between two passes of a trainer with the same weights: bfloat16 has less
 SMALL_MODEL = 2 * 10**9  # bytes of weights that are loaded to see in which dtype a run computed
 PARTS: dict[str, list[str]] = TABLES["parts"]
+TEXTS: dict[str, str] = TABLES["texts"]
 NO_GRADIENT = 1e-7  # norm of a gradient that is 0 but for the rounding of recorded log-probs
 OURS = "ppo_actor/"
-# Statistics of the rewards of all rows, by trainer.
-REWARD_STATISTICS: dict[str, str] = TABLES["rewards"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def observations_of(rows: StepRows, configured: Options) -> list[Observation]:
     """List what was recorded of the stages before the loss, in the order of computation."""
     found = [
         statistic(rows, "rewards", name, how, partial(logged_rewards, rows, name))
-        for name, how in REWARD_STATISTICS.items()
+        for name, how in TABLES["rewards"].items()
         if name in rows.stats
     ]
     if (paid := twin.paid_rewards(rows, configured)) is not None:
@@ -168,8 +167,8 @@ class StageOpinion:
 
     Attributes:
         what: the recorded values that were compared, or that differ first.
-        option: the explanation as a sentence; None if equal.
-        changes: that explanation; empty if unknown. `others`: further ones, as small.
+        option: the explanation as a sentence; None if equal. `changes`: it is empty if unknown.
+        others: further explanations, as small.
         rows: the first of `num_rows` rows that differ.
     """
 
@@ -298,7 +297,8 @@ class Comparison:
         misfits, reason = misfits_of(observed, values), None
         unknown = int(np.isnan(self.rows.rewards).sum()) if stage == "advantages" else 0
         is_open = stage == "advantages" and self.framework is None
-        for name, variant in OPEN.items() if is_open else ():  # what no configuration says
+        either = OPEN | dict(self.configured.either)  # what no configuration says
+        for name, variant in either.items() if is_open else ():
             other = replace(self.base, **{name: variant})
             if max(misfits) > 1 and max(again := self.misfits(observed, other)) <= 1:
                 self.base, misfits, reason = other, again, f"{KNOWN[name].phrase}: {variant}"
@@ -315,7 +315,10 @@ class Comparison:
         shape = shape_of(self.rows, one.recorded, value.value, one.misfit(value) > 1)
         is_number = (one.recorded.ndim == 0 and len(observed) == 1) or stage == "rewards"
         is_paired = not is_number and "values of" not in (shape or "")
-        found = self.search(observed, at, value, stages, pairs=is_paired)
+        bases = [self.base, *(replace(self.base, **{n: v}) for n, v in self.configured.either.items())]
+        tried = (self.search(observed, at, value, stages, pairs=False, base=base) for base in bases)
+        found = next((one for one in tried if one.changes), None)
+        found = found or self.search(observed, at, value, stages, pairs=is_paired)
         self.differs(stage, one.name, found, shape, **where(self.rows, one, value))
 
     def misfits(self, observed: list[Observation], options: Options) -> list[float]:
@@ -332,8 +335,8 @@ class Comparison:
             is_near = observed[at].distance(again[at]) <= NEARER * observed[at].distance(value)
             return max(misfits_of(observed, again)) if is_near else inf
 
-        how = {"counts": self.configured.counts.values()} | how
-        return explain(self.base, self.configured.options, stages, misfit, **how)
+        usual: dict[str, Any] = {"counts": self.configured.counts.values(), "base": self.base}
+        return explain(preferred=self.configured.options, stages=stages, misfit=misfit, **usual | how)
 
     def why_not(self, stage: str, observed: list[Observation]) -> str | None:
         rows, options = self.rows, self.base
@@ -391,8 +394,8 @@ class Comparison:
             follows = f"follows from {named}"
             self.found.append(StageOpinion(stage, "differs", what, option=follows, changes=first))
         unknown = UNKNOWN if shape is None else f"{UNKNOWN}: {shape}"
-        counts = self.configured.counts, self.rows.sizes
-        option = sentence(first, found.others, self.source, *counts) if first else unknown
+        counts = {**self.configured.counts, "the number of rows": len(self.rows.lengths)}
+        option = sentence(first, found.others, self.source, counts, self.rows.sizes) if first else unknown
         location |= {"option": option, "changes": first, "others": found.others}
         self.found.append(StageOpinion(named, "differs", what, **location))
         self.found.sort(key=lambda opinion: STAGES.index(opinion.stage))
@@ -413,6 +416,7 @@ class Comparison:
         # a mask that explains the advantages may be the loss's, too, or not
         masks = dict.fromkeys((self.base.mask, self.configured.options.mask))
         bases = [replace(self.base, mask=mask) for mask in masks]
+        bases += [replace(self.base, **{name: value}) for name, value in self.configured.either.items()]
         tried = [[bounded(self.loss(update, base)) for update in compared] for base in bases]
         observed = [self.of_loss(update) for update in compared]
         fits = [misfits_of(observed, values) for values in tried]
@@ -472,11 +476,10 @@ class Comparison:
         is_others = apart > APART and is_of_others(mask, old, current, APART)
         if not is_others and (apart <= APART or of_engine >= SAME * apart):
             return False
-        weights = "weights than the update starts from, whose log-probs are the engine's"
-        others = "rows" if is_others else weights
+        others = "rows" if is_others else TEXTS["of the engine"]
         observed = Observation("loss", "old log-probs", old, lambda _: exactly(current))
         place = where(self.rows, observed, Bounded(current, np.full(current.shape, APART)))
-        text = f"old log-probs are {apart:.2g} a token from those of the only update: they are those of other {others}"
+        text = TEXTS["other log-probs"].format(apart, others)
         self.found.append(StageOpinion("loss", "differs", observed.name, option=text, **place))
         return True
 
@@ -509,7 +512,8 @@ class Comparison:
         if reason := self.configured.unchecked.get("loss") or self.missing():
             return [], [reason]
         if options.objective != "policy":
-            is_lacking = options.objective == "preference" and "ref_logp" not in rows.tensors
+            is_lacking = options.pair_reference != "nothing" and options.objective == "preference"
+            is_lacking = is_lacking and "ref_logp" not in rows.tensors
             reasons = ["the record has no log-probs of the reference"] if is_lacking else []
             reasons += [self.no_model] if self.current() is None else []
             return ([] if reasons else list(rows.updates)), reasons
@@ -553,6 +557,8 @@ class Comparison:
         rows = self.rows
         current = self.current()
         assert current is not None
+        if self.model is not None and options.labels_ahead > 1:
+            current = self.model.logprobs(rows, options.labels_ahead)[0]
         if options.objective != "policy":
             advantages = exactly(np.ones(rows.mask.shape))
         elif "advantages" in rows.tensors:
@@ -588,11 +594,10 @@ class Comparison:
     def compare_gradient(self) -> None:
         compared = [one for one in self.updates if one.grad_norm is not None and isfinite(one.grad_norm)]
         loss = next(one for one in self.found if one.stage == "loss")
-        if self.base.entropy_coef or (self.base.balance_coef and self.balance):
-            self.skip("gradient", "the gradient of the entropy or of experts' balance is not recomputed")
-            return
         reason = self.configured.unchecked.get("gradient")
-        if self.model is None:
+        if self.base.entropy_coef or (self.base.balance_coef and self.balance):
+            reason = "the gradient of the entropy or of experts' balance is not recomputed"
+        elif self.model is None:
             reason = self.no_model
         elif not compared or loss.verdict == "not checked":
             reason = loss.reason or "the record has no finite gradient norm"
@@ -604,7 +609,9 @@ class Comparison:
             own = self.loss(update, self.base)
             observed = Observation("gradient", name, recorded, partial(self.norm_under, update, own))
             if observed.misfit(value := self.norm(update, own, self.base)) > 1:
-                found = self.search([observed], 0, value, ("loss", "gradient"), pairs=False, counts=())
+                each = (("gradient",), ("loss", "gradient"))  # a pass of the model for each option
+                tried = (self.search([observed], 0, value, of, pairs=False, counts=()) for of in each)
+                found = next((one for one in tried if one.changes), Explanation())
                 self.differs("gradient", name, found, **where(self.rows, observed, value))
                 return
         self.found.append(StageOpinion("gradient", "equal", f"gradient norm of {self.named(compared)}"))
@@ -614,9 +621,8 @@ class Comparison:
         assert self.model is not None
         parts = twin.micro_batch_of(self.inputs(update, options).ranks, options.micro_batches)
         kept = (parts == parts[-1]) | (not options.gradient_of.endswith("the last micro-batch"))
-        limit = options.max_norm if "clipped" in options.gradient_of else inf
         gradient = loss.gradient * options.gradient_scale * kept[:, None]
-        norm, noise = self.model.norm(self.rows, update, gradient, parts, limit)
+        norm, noise = self.model.norm(self.rows, update, gradient, parts, options)
         reported = min(norm, options.max_norm) if options.norm == "after" else norm
         # where all terms cancel, the rounding of the recorded log-probs is left
         return Bounded(np.asarray(reported), np.asarray(noise + NO_GRADIENT))
@@ -624,8 +630,8 @@ class Comparison:
     def norm_under(self, update: Update, own: Loss, options: Options) -> Bounded:
         """Return the norm under other options; infinite where nothing changes, or the loss is no longer the recorded one."""
         loss = self.twin_loss(update, options)
-        how = options.norm, options.gradient_scale, options.gradient_of
-        is_whole = how == (Options.norm, Options.gradient_scale, Options.gradient_of)
+        how = options.norm, options.gradient_scale, options.gradient_of, options.shards
+        is_whole = how == (Options.norm, Options.gradient_scale, Options.gradient_of, Options.shards)
         same = is_whole and bool((loss.gradient == own.gradient).all())
         if same or (update.loss is not None and self.of_loss(update).misfit(bounded(loss)) > 1):
             return Bounded(np.asarray(inf), np.zeros(()))
@@ -691,11 +697,7 @@ def crosscheck(rows: StepRows, opinions: Sequence[str], model: str | None = None
         if not rows.origin.is_shown:
             gap = float(np.nanmean(np.abs(current - rows.tensors["prox_logp"])[rows.mask]))
             if gap > noise:
-                raise WrongModel(
-                    f"{model} is not the model of step {rows.step}: the trainer's own log-probs, prox_logp, differ "
-                    f"from this model's by {gap:.2g} on average, and rounding allows {noise:.2g}; give a checkpoint "
-                    "from before the step (or the trainer used another temperature than its config says)"
-                )
+                raise WrongModel(TEXTS["other weights"].format(model, rows.step, gap, noise))
         rows = replace(rows, tensors=rows.tensors | {"current_logp": current}, noise=noise)
     ours = Comparison(rows, configured, None, loaded, no_model)
     own, notes = ours.run(), []
@@ -724,10 +726,7 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
     own = rows.tensors.get("current_logp", rows.tensors.get("prox_logp") if origin.has_own_logprobs else None)
     size_bytes = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) if path else 0
     is_shown = configured.dtype is None and own is not None and 0 < size_bytes < SMALL_MODEL
-    unlike = (
-        "the record has no log-probs of the weights that the step starts from, and a model that "
-        f"computed in {configured.dtype or 'an unknown dtype'} cannot be recomputed closely enough"
-    )
+    unlike = TEXTS["no log-probs"].format(configured.dtype or "an unknown dtype")
     if configured.dtype != "float32" and not is_shown:
         return None, unlike
     if not path or not os.path.isdir(path):
@@ -741,10 +740,7 @@ def find_model(rows: StepRows, configured: Configured, given: str | None) -> tup
     if origin.starts_from_model:
         files = folder_identity(path)["files"]
         if names := [name for name, identity in origin.model_files.items() if files.get(name) != identity]:
-            raise WrongModel(
-                f"{path} is not the model that the step starts from: {', '.join(names[:3])} differ; "
-                "give the right one with --model"
-            )
+            raise WrongModel(TEXTS["other files"].format(path, ", ".join(names[:3])))
     try:
         loaded = load_pass(path, configured.temperature, replays_experts=rows.experts is not None)
     except (OSError, ValueError) as error:

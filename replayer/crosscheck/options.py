@@ -1,7 +1,7 @@
 """What a trainer's options mean for the numbers of a step, in one vocabulary for all trainers.
 
 `Options` holds the values that decide rewards, advantages, loss and gradient. Configurations of our
-trainer and eight others are read into it (`their_configs.py`), and `options.toml` lists the values
+trainer and of others are read into it (`their_configs.py`), and `options.toml` lists the values
 that a search tries. A value that a configuration leaves to its trainer is that trainer's default.
 """
 
@@ -29,11 +29,14 @@ class Options:
     """
 
     objective: str = "policy"
+    labels_ahead: int = 1
     beta: float = 0.0
     pair_scores: str = "the sum over tokens"
     pair_order: str = "the chosen one first"
     pair_reference: str = "the reference"
     pair_loss: str = "sigmoid"
+    pair_target: float = 0.0
+    pair_nll: float = 0.0
     label_smoothing: float = 0.0
     reward_bias: float = 0.0
     reward_scaling: float = 1.0
@@ -59,6 +62,7 @@ class Options:
     eps: float = 1e-5
     inside_root: bool = False
     lone: str = "zero"
+    again: str | None = None
     length: str = "kept"
     discount: float = 1.0
     gae_lambda: float = 1.0
@@ -102,11 +106,14 @@ class Options:
     kl_mask: str = COUNTED
     kl_aggregation: str = "that of the loss"
     kl_logprobs: str = "current"
+    kl_gradient: str = "in that of the loss"
+    correction_gradient: str = "not in that of the loss"
     entropy_coef: float = 0.0
     balance_coef: float | None = 0.0
     loss_scale: float = 1.0
     gradient_scale: float = 1.0
     gradient_of: str = "all micro-batches"
+    shards: int = 1
     norm: str = "before"
     max_norm: float = inf
 

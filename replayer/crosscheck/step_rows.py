@@ -17,6 +17,7 @@ import numpy.typing as npt
 from areal_core.data.routed_experts import ROUTED_EXPERTS
 from recorder import Record, RecordedStep, StepNotRecorded, open_record
 from recorder.confine import in_child
+from replayer.crosscheck.options import TABLE
 from replayer.own_code import by_name
 from replayer.step_weights import Folder, read_folder, shown_version, start_version
 
@@ -29,10 +30,8 @@ LEARNING = (
 )
 LENGTH = "prompt_length"
 NEEDED = ("prompt_id", "loss_mask", "finish_reason", "rewards")
-# Names of the loss and of the gradient norm of a step's only update in the statistics of trainers.
-LOSS_NAMES = ("loss", "actor/pg_loss", "train/loss", "train/pg_loss", "policy/policy_loss", "policy_loss")
-OF_POLICY = ("actor/pg_loss", "train/pg_loss", "policy/policy_loss", "policy_loss")  # without KL and entropy
-NORM_NAMES = ("grad_norm", "actor/grad_norm", "train/grad_norm", "policy/raw_grad_norm", "actor_grad_norm")
+# Names of the loss, with and without KL and entropy, and of the gradient norm of a step's only update.
+LOSS_NAMES, OF_POLICY, NORM_NAMES = (TABLE["names"][of] for of in ("loss", "loss of the policy", "norm"))
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from replayer.check import member
-from replayer.crosscheck.options import Options
+from replayer.crosscheck.options import CISPO, Options
 from replayer.crosscheck.step_rows import Origin
 from replayer.own_code import FIRST_STAGE
 
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-TRL_AGGREGATIONS: dict[str, str] = TABLES["values"]["aggregations"]
+for name, table in TABLES.items():  # one that is like another one has what that has, and its own
+    TABLES[name] = TABLES[table["like"]] | table if "like" in table else table
 NOTHING: Mapping[str, Any] = {}
 NOT_COMPUTED = "the configuration has {}, which is not recomputed here"
-MEAN_OF_UPDATES = "the loss is a mean over {} optimizer steps, of which only the first is known"
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Configured:
 
     `source` begins the half sentence about an expected value: "the config says". `trainer` is None
     for our own. `counts` are its options that count micro-batches, ranks and rows of a group.
+    `either` has values of options that it may as well have.
     """
 
     options: Options
@@ -40,6 +41,7 @@ class Configured:
     has_critic: bool = False
     temperature: float = 1.0
     counts: Mapping[str, int] = field(default_factory=dict)
+    either: Mapping[str, Any] = field(default_factory=dict)
 
 
 def options_of(origin: Origin) -> Configured:
@@ -48,25 +50,34 @@ def options_of(origin: Origin) -> Configured:
     Raises ValueError for a trainer whose configuration is not known here.
     """
     if not origin.config:
+        raise ValueError(TABLES["texts"]["no configuration"])
+    name = (origin.trainer or "areal").lower().replace("_", "-")
+    name = TABLES["aliases"].get(name, name)
+    if name not in TABLES["readable"]:
         raise ValueError(
-            "the record does not say with which options its trainer ran: record with config=, "
-            "or import with --config"
-        )
-    name = TABLES["aliases"].get(origin.trainer, origin.trainer)
-    if name is not None and name not in TABLES["readable"]:
-        raise ValueError(
-            f"the configuration of the trainer {origin.trainer} is not read here: only those of "
-            f"{', '.join(TABLES['readable'])} and our own trainer are"
+            TABLES["texts"]["other trainer"].format(origin.trainer, ", ".join(TABLES["readable"]))
         )
     try:
-        if name in (None, "areal"):
-            return of_ours(origin.config)
-        return of_trl(origin.config) if name == "trl" else configured(name, origin.config)
+        return of_ours(origin.config) if name == "areal" else configured(name, origin.config)
     except (KeyError, TypeError, AttributeError) as error:
         lacks = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(
-            f"the recorded configuration is not one of {origin.trainer or 'our trainer'}: {lacks}"
-        ) from None
+        whose = origin.trainer or "our trainer"
+        raise ValueError(f"the recorded configuration is not one of {whose}: {lacks}") from None
+
+
+def kind_of(name: str, config: Mapping[str, Any]) -> str:
+    """Return the table that reads a configuration: that of the kind that its members show.
+
+    Raises ValueError for a kind that no table reads.
+    """
+    for path, values, kind in TABLES.get(name, {}).get("kinds", ()):
+        value = member(config, path)
+        shown = {"given": value is not None, "absent": value is None, "a list": isinstance(value, list)}
+        if shown[values] if isinstance(values, str) else value in values:
+            return kind_of(kind, config)
+    if name not in TABLES:
+        raise ValueError(f"the recorded configuration is {name}, which is not read here")
+    return name
 
 
 WITHOUT = {"max_norm": inf, "max_length": 1, "context_parallel": 1}  # what 0 and null mean
@@ -78,11 +89,10 @@ def value_of(config: Mapping[str, Any], given: Any) -> Any:
         return given
     if isinstance(given[0], list):
         return tuple(value_of(config, one) for one in given)
-    usual = given[1] if len(given) > 1 else None
-    found = member(config, given[0])
+    path, usual = (*given, None)[:2]
     if isinstance(usual, list):
-        return value_of(config, usual) if found is None else found
-    return member(config, given[0], usual)
+        return value_of(config, usual) if (found := member(config, path)) is None else found
+    return member(config, path, usual)
 
 
 def plain(trainer: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,48 +121,34 @@ def with_none(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_ours(config: Mapping[str, Any]) -> Configured:
     actor, unchecked = config["actor"], dict[str, str]()
-    if "gconfig" not in config:
-        raise ValueError("the record is of supervised training, without rewards and advantages to recompute")
     for name, stage in FIRST_STAGE.items():
         if actor.get(name):
             unchecked |= dict.fromkeys(
                 ("advantages", "loss")[stage == "loss" :], NOT_COMPUTED.format(f"actor.{name}={actor[name]}")
             )
-    method = actor.get("prox_logp_method")
-    if actor.get("use_decoupled_loss") and method in ("loglinear", "reuse_train_logp"):
-        unchecked["loss"] = NOT_COMPUTED.format(f"prox_logp_method={method}")
     if actor.get("mask_no_eos_with_zero") and config.get("critic"):
         unchecked["advantages"] = NOT_COMPUTED.format("mask_no_eos_with_zero and a critic")
     found = configured("areal", config, unchecked)
     return replace(found, trainer=None, dtype=actor.get("dtype"), has_critic=bool(config.get("critic")))
 
 
-def of_trl(config: Mapping[str, Any]) -> Configured:
-    """Read TRL's GRPOConfig, RLOOConfig, SFTConfig or DPOConfig; a member that is absent has TRL's default."""
+def of_window(found: Configured, config: Mapping[str, Any]) -> Configured:
+    """Add what the lengths of accumulation and of a generation batch decide in TRL's GRPO, and CISPO's bounds."""
     given = config.get
-    kind = given("loss_type", "dapo")
-    if other := next((kind for member, kind in TABLES["other-trl"].items() if member in config), None):
-        raise ValueError(
-            f"the recorded configuration is TRL's {other}, which is not read here: those of GRPO, RLOO, SFT and DPO are"
-        )
-    if "normalize_advantages" in config:
-        return configured("trl-rloo", config)
-    if kind == "nll" or isinstance(kind, list):
-        return configured("trl-dpo" if isinstance(kind, list) else "trl-sft", config)
     accumulated = given("gradient_accumulation_steps", 1)
     generate_every = (given("steps_per_generation") or accumulated) * given("num_iterations", 1)
     updates = generate_every // accumulated
     late = f"the loss is that of the last of {updates} optimizer steps, others came before"
-    found = configured("trl", config, {"loss": late} if updates > 1 else {})
     is_apart = found.options.correction is not None or accumulated % generate_every
     changed: dict[str, Any] = {"old_logprobs": "trainer" if is_apart else "current"}
     if accumulated > generate_every and found.options.aggregation == "token-mean":
-        changed |= {"aggregation": "token-mean of each generation batch"}
-        changed |= {"generation_batches": accumulated // generate_every}
-    if kind == "cispo":  # epsilon_high is the largest ratio itself, and no ratio is too small
+        batches = {"generation_batches": accumulated // generate_every}
+        changed |= batches | {"aggregation": "token-mean of each generation batch"}
+    if found.options.clipped == CISPO:  # epsilon_high is the largest ratio itself, and no ratio is too small
         most = (found.options.clip_high or found.options.clip_low) - 1
         changed |= {"clip_low": inf, "clip_high": most}
-    return replace(found, options=replace(found.options, **changed))
+    unchecked = found.unchecked | ({"loss": late} if updates > 1 else {})
+    return replace(found, options=replace(found.options, **changed), unchecked=unchecked)
 
 
 def configured(name: str, config: Mapping[str, Any], unchecked: Mapping[str, str] = NOTHING) -> Configured:
@@ -160,9 +156,8 @@ def configured(name: str, config: Mapping[str, Any], unchecked: Mapping[str, str
 
     Counts are whole numbers above 1, by the last part of their names.
     """
+    name = kind_of(name, config)
     table = TABLES[name]
-    if "older" in table and any(section not in config for section in table["needs"]):
-        return configured(table["older"], config, unchecked)
     config = {**config, **{section: config[section] for section in table.get("needs", ())}}
     options = Options(**plain(name, config))
     known = {path.rpartition(".")[2]: member(config, path) for path in table["counts"]}
@@ -180,7 +175,7 @@ def configured(name: str, config: Mapping[str, Any], unchecked: Mapping[str, str
         options = replace(options, micro_batches=max(1, rows // (sizes["micro_rows"] or rows or 1)))
         counts |= {"the number of micro-batches": options.micro_batches}
         if (updates := rows // batch * (sizes.get("passes") or 1)) > 1:
-            found["loss"] = found["values"] = MEAN_OF_UPDATES.format(updates)
+            found["loss"] = found["values"] = TABLES["texts"]["several updates"].format(updates)
         elif sizes.get("critic_prompts") not in (step_prompts, None):
             found["values"] = "the critic has another number of optimizer steps than the policy"
         elif options.micro_batches > 1 and (reason := table.get("by_version")):
@@ -188,10 +183,13 @@ def configured(name: str, config: Mapping[str, Any], unchecked: Mapping[str, str
     flags = [member(config, path) for path in table.get("precision", ())]  # bf16, which is usual, and fp16
     dtype = "float32" if flags and flags[0] is False and not any(flags[1:]) else None
     temperature = float(member(config, *table["temperature"]) or 1.0)
-    return Configured(
-        options, table["source"], table.get("trainer", name), found, dtype,
-        member(config, *table["critic"]) == "gae" if "critic" in table else False, temperature, counts,
+    path, *usual, kind = table.get("critic", ("", "none"))
+    has_critic = member(config, path, *usual) == kind
+    result = Configured(
+        options, table["source"], table.get("trainer", name), found, dtype, has_critic, temperature, counts,
+        table.get("either", {}),
     )  # fmt: skip
+    return of_window(result, config) if table.get("is_windowed") else result
 
 
 def taken(options: Options, *names: str) -> dict[str, Any]:

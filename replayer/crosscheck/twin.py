@@ -222,7 +222,10 @@ def row_rewards(rows: StepRows, options: Options) -> Bounded:
     of_turns = rows.trajectories if options.baseline == OF_TRAJECTORIES else np.arange(len(groups))
     ends, place = np.unique(of_turns, return_inverse=True)
     sets = {level: of[ends] for level, of in sets.items()}
-    found = normalized(rewards_of(rows, options).at(ends), sets, options).at(place.reshape(-1))
+    found = normalized(rewards_of(rows, options).at(ends), sets, options)
+    if options.again is not None:
+        found = normalized(found, sets, replace(options, mean=options.again, std=options.again))
+    found = found.at(place.reshape(-1))
     return replace(found, value=np.where(zero, 0.0, found.value))
 
 
@@ -421,13 +424,14 @@ def pairs_of(place: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def preference_loss(given: LossInputs, options: Options) -> Loss:
-    """Compute the loss of DPO (arXiv 2305.18290, eq. 7), IPO or a hinge, a mean over pairs."""
+    """Compute the loss of DPO (arXiv 2305.18290, eq. 7), IPO, a hinge, SimPO or ORPO, a mean over pairs."""
     assert given.pairs is not None
     mask, current = given.policy_mask, given.current.clone().requires_grad_(True)
     reference = torch.zeros_like(given.current) if given.reference is None else given.reference
     sizes = {
         "the mean over tokens": mask.sum(1).clamp(min=1),
         "the sum divided by the longest answer": mask.sum(1).max(),
+        "the sum divided by the tokens of all answers": mask.sum(),
         "the sum divided by the longest row": torch.tensor(mask.shape[1] + 1),
     }
     divisor = sizes.get(options.pair_scores, torch.tensor(1.0))
@@ -435,13 +439,20 @@ def preference_loss(given: LossInputs, options: Options) -> Loss:
     compared = {"nothing": 0 * other, "the reference on the other answer": other.flip(1)}
     scores = own - compared.get(options.pair_reference, other)
     margin = (scores[:, 0] - scores[:, 1]) * (1 if options.pair_order == Options.pair_order else -1)
-    edge, smooth, softplus = options.beta * margin, options.label_smoothing, torch.nn.functional.softplus
+    edge, smooth = options.beta * margin - options.pair_target, options.label_smoothing
+    softplus = torch.nn.functional.softplus
     if options.pair_loss == "ipo":
         losses = (margin - (0.5 / options.beta if options.beta else inf)) ** 2
     elif options.pair_loss == "hinge":
         losses = torch.relu(1 - edge)
+    elif options.pair_loss == "orpo":  # arXiv 2403.07691, eq. 6 and 7
+        odds = scores - torch.log1p(-scores.exp().clamp(max=1 - UNIT))
+        losses = options.beta * softplus(odds[:, 1] - odds[:, 0])
     else:
         losses = softplus(-edge) * (1 - smooth) + softplus(edge) * smooth
+    if options.pair_nll:
+        means = torch.where(mask, current, 0.0).sum(1) / mask.sum(1).clamp(min=1)
+        losses = losses - options.pair_nll * means[given.pairs[:, 0]]
     total = losses.mean() * options.loss_scale
     (gradient,) = torch.autograd.grad(total, current)
     size = (torch.where(mask, given.current.abs() + reference.abs(), 0.0) * gradient.abs()).sum()
@@ -501,10 +512,12 @@ def token_losses(given: LossInputs, options: Options) -> tuple[Tensor, Tensor, T
         bounded = (advantages < 0) | (options.dual_clip_of != Options.dual_clip_of)
         losses = torch.where(bounded, torch.minimum(losses, -advantages * options.dual_clip), losses)
     weight = correction(given, options)
+    weight = weight.detach() if options.correction_gradient.startswith("not") else weight
     losses = torch.where(given.policy_mask, losses * weight, 0.0)
     if options.kl_coef != 0.0 and given.reference is not None:
         of = {"trainer": given.proximal, "rollout": given.rollout}.get(options.kl_logprobs)
         kl = estimate((given.current if of is None else of) - given.reference, options.kl_estimator)
+        kl = kl.detach() if options.kl_gradient.startswith("not") else kl
         kl = options.kl_coef * (kl * ratio if options.kl_weight == "ratio" else kl)
         if options.kl_aggregation != Options.kl_aggregation:
             of_kl = scales(given, replace(options, aggregation=options.kl_aggregation))
@@ -517,9 +530,9 @@ def token_losses(given: LossInputs, options: Options) -> tuple[Tensor, Tensor, T
 
 def correction(given: LossInputs, options: Options) -> Tensor:
     """Return the weight of each token for the policy that sampled it, [n, T]."""
-    if options.correction is None or given.proximal is None:
-        return torch.ones_like(given.advantages)
     before = given.current if options.correction_of == "current" else given.proximal
+    if options.correction is None or before is None:
+        return torch.ones_like(given.advantages)
     log_weight = torch.where(given.mask, before - given.rollout, 0.0)
     if "sequences" in options.correction:
         sizes = given.mask.sum(1, keepdim=True).clamp(min=1) if "mean" in options.correction else 1
@@ -538,14 +551,8 @@ def scales(given: LossInputs, options: Options) -> Tensor:
     ones = torch.ones(mask.shape, dtype=torch.float64)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     num_rows = len(mask) if options.empty_rows == "counted" else max(int(mask.any(1).sum()), 1)
-    if how == "token-mean":
-        return ones / max(int(mask.sum()), 1)
-    if how.endswith("keeps"):
-        return ones / max(int((mask & (correction(given, options) > 0)).sum()), 1)
-    if how.startswith("token-mean over all"):
-        return ones / max(given.size, 1)
-    if how.startswith("token-mean with"):
-        return ones / int(mask.sum(1).clamp(min=1).sum())
+    if how.endswith("longest completion"):
+        return scales(given, replace(options, aggregation=how.split(",")[0])) * lengths / lengths.max()
     if how.startswith(("token-mean of each", "sum of")):
         parts = given.ranks
         if "generation" in how:
@@ -554,13 +561,13 @@ def scales(given: LossInputs, options: Options) -> Tensor:
             parts = parts * options.micro_batches + micro_batch_of(parts, options.micro_batches)
         of_part = torch.stack([mask[parts == part].sum() for part in parts]).clamp(min=1)
         return ones / of_part[:, None] / (1 if how.startswith("sum of") else len(parts.unique()))
-    if how == "token-sum":
-        return ones
-    if how == "seq-mean-token-mean":
-        return ones / lengths / num_rows
-    if how == "seq-mean-token-sum":
-        return ones / num_rows
-    return ones / num_rows / options.max_length
+    if how.startswith("token-mean"):
+        counted = mask & (correction(given, options) > 0) if how.endswith("keeps") else mask
+        counts = counted.sum(1).clamp(min=int(how.startswith("token-mean with")))
+        return ones / max(given.size if "over all" in how else int(counts.sum()), 1)
+    of_rows = ones / num_rows
+    sums = {"token-sum": ones, "seq-mean-token-mean": of_rows / lengths, "seq-mean-token-sum": of_rows}
+    return sums.get(how, of_rows / options.max_length)
 
 
 def value_loss_of(rows: StepRows, options: Options) -> Bounded:

@@ -17,7 +17,7 @@ from recorder import open_record
 from replayer.crosscheck.layouts import compare_layouts
 from replayer.crosscheck.opinions import crosscheck
 from replayer.crosscheck.step_rows import read_rows
-from replayer.crosscheck.their_configs import configured, of_trl
+from replayer.crosscheck.their_configs import configured
 from tests.command_line import installed
 
 from . import crosscheck_steps as steps
@@ -97,10 +97,12 @@ def model(tmp_path_factory):
     )
 
 
-def write_trained(folder, model, reported, since=0, temperature=1.0, kl=0.0, clips=False):
+def write_trained(
+    folder, model, reported, since=0, temperature=1.0, kl=0.0, clips=False, detached=False, shards=1
+):
     """Record a step with the gradient norm, of rows from one on, of Transformers in float32; ratios are 1.
 
-    With `kl`, that is a weight in the gradient of a loss that is logged without it.
+    With `kl`, that is a weight in the gradient of a loss that is logged without it, or `detached`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -113,14 +115,15 @@ def write_trained(folder, model, reported, since=0, temperature=1.0, kl=0.0, cli
         logits = network(tokens).logits[0, :-1] / temperature
         own = logits.log_softmax(1).gather(1, tokens[0, 1:, None])[-len(row.tokens) :, 0]
         d = own - torch.tensor(row.ref)
-        penalty = kl * ((-d).exp() + d - 1).sum() / count
+        penalty = (0 if detached else kl) * ((-d).exp() + d - 1).sum() / count
         ratio = (own - own.detach()).exp() if number >= since else 1.0
         own = -(advantage * ratio).sum() / count
         total = total + own.detach()
         (own + penalty).backward()
         if clips and number in (1, 3):  # after the first two of three micro-batches
             torch.nn.utils.clip_grad_norm_(network.parameters(), 0.25)
-    norm = torch.stack([p.grad.square().sum() for p in network.parameters()]).sum().sqrt()
+    own = [p.grad[: -(-len(p) // shards)] for p in network.parameters()]
+    norm = torch.stack([x.square().sum() for x in own]).sum().sqrt()
     config = steps.TRL | {"steps_per_generation": 3, "beta": kl, "max_grad_norm": 0.25}
     config |= {"temperature": temperature, "use_bias_correction_kl": False}
     samples = [
@@ -141,8 +144,12 @@ def write_trained(folder, model, reported, since=0, temperature=1.0, kl=0.0, cli
     [
         (float, {}, "equal", []),
         (float, {"temperature": 0.5, "kl": 0.04}, "equal", []),
+        (float, {"shards": 8}, "differs", ["shards"]),
         (lambda norm: min(norm, 0.25), {}, "differs", ["norm"]),
         (float, {"since": 4}, "differs", ["gradient_of"]),  # of the last of three micro-batches
+        pytest.param(
+            float, {"kl": 0.04, "detached": True}, "differs", ["kl_gradient"], marks=pytest.mark.long
+        ),
         pytest.param(float, {"clips": True}, "differs", ["gradient_of"], marks=pytest.mark.long),
         pytest.param(lambda norm: 2 * norm, {}, "differs", ["gradient_scale"], marks=pytest.mark.long),
     ],
@@ -368,20 +375,14 @@ def gae(rewards, values, mask, steps, how, ended=True):
 
 
 @pytest.mark.parametrize(
-    ("how", "option"),
+    ("trainer", "how", "option"),
     [
-        ("", None),
-        ("tools", "gae_tokens"),
-        ("turns", "gae_tokens"),
-        ("late", "reward_place"),
-        ("bootstrap", "bootstrap"),
-        ("all", "bootstrap"),
-        ("beyond", "bootstrap"),
-        ("after", "values_at"),
-        ("summed", "value_scale"),
+        ("verl", "", None), ("verl", "tools", "gae_tokens"), ("verl", "turns", "gae_tokens"), ("verl", "late", "reward_place"),
+        ("verl", "bootstrap", "bootstrap"), ("verl", "all", "bootstrap"), ("verl", "beyond", "bootstrap"),
+        ("verl", "after", "values_at"), ("verl", "summed", "value_scale"), ("miles", "tools", "gae_tokens"), ("slime", "tools", None),
     ],
-)
-def test_advantages_by_gae_are_explained(tmp_path, how, option):
+)  # fmt: skip
+def test_advantages_by_gae_are_explained(tmp_path, trainer, how, option):
     rng, samples = np.random.default_rng(3), []
     for number in range(8):
         mask, values = [1, 1, 0, 0, 1, int(how != "beyond")], rng.normal(size=6).round(3).tolist()
@@ -402,7 +403,8 @@ def test_advantages_by_gae_are_explained(tmp_path, how, option):
             float((a - every.mean()) * (every.var() + 1e-8).rsqrt()) * m for a, m in pairs
         ]
     config = {"actor_rollout_ref": {"actor": {}}, "algorithm": {"adv_estimator": "gae", "lam": 0.9}}
-    with Recorder(tmp_path / "record", config=config, trainer="verl") as recorder:
+    config |= {"advantage_estimator": "ppo", "lambd": 0.9, "normalize_advantages": True}
+    with Recorder(tmp_path / "record", config=config, trainer=trainer) as recorder:
         recorder.step(0, samples, stats={"critic/vf_loss": value_loss})
     (opinion,) = check(tmp_path / "record").opinions
     wrong = [one for one in opinion.stages if one.verdict == "differs"]
@@ -444,7 +446,7 @@ def advantage_of(kind, own, at):
 def test_configurations_of_other_trainers_are_read(tmp_path, kind, trainer):
     own = torch.tensor(REWARDS).reshape(2, 3)
     right = [float(advantage_of(kind, own[at // 3], at % 3)) for at in range(6)]
-    eps = {"trl": 1e-4, "openrlhf": 1e-9}.get(trainer, 1e-6)
+    eps = {"trl": 1e-4, "ms-swift": 1e-4, "openrlhf": 1e-9, "oat": 1e-8}.get(trainer, 1e-6)
     if kind == "deviation":
         right = [a / (1 + eps / float(own[at // 3].std())) for at, a in enumerate(right)]
     wrong = [a * float(own[at // 3].std()) for at, a in enumerate(right)] if kind == "deviation" else REWARDS
@@ -481,24 +483,30 @@ def test_rows_without_a_reward_or_a_token_are_left_out_of_the_mean(tmp_path, opt
 
 
 @pytest.mark.parametrize(
-    ("trainer", "config", "option", "value"),
-    [
-        ("trl", {"gradient_accumulation_steps": 4, "steps_per_generation": 2}, "generation_batches", 2),
-        ("trl", {"loss_type": "bnpo"}, "aggregation", "token-mean of each micro-batch"),
-        ("verl", {"actor_rollout_ref": {}, "algorithm": {"adv_estimator": "gae"}}, "kl_place", "advantages"),
-        ("verl", {"actor_rollout_ref": {}, "algorithm": {"adv_estimator": "reinforce_plus_plus"}}, "token_std", "batch"),
-        ("slime", {"kl_coef": 0.05, "advantage_estimator": "grpo"}, "kl_reward_coef", 0.05),
-        ("skyrl", {"generator": {}, "trainer": {"algorithm": {"advantage_estimator": "gae"}}}, "kl_place", "advantages"),
-    ],
-)  # fmt: skip
-def test_what_depends_on_other_options_is_read(trainer, config, option, value):
-    found = of_trl(config) if trainer == "trl" else configured(trainer, config)
-    assert getattr(found.options, option) == value
+    ("trainer", "option", "value", "config"), [row.values() for row in steps.CONFIGS["read"]]
+)
+def test_what_depends_on_other_options_is_read(trainer, option, value, config):
+    assert getattr(configured(trainer, config).options, option) == value
 
 
-def test_other_configurations_of_trl_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="is TRL's PPOConfig, which is not read here"):
-        write_rewarded(tmp_path / "record", "trl", {"cliprange_value": 0.2, "lam": 0.95}, REWARDS)
+OTHER = {"cliprange_value": 0.2}, "TRL's PPOConfig"
+OF_STAGE = {"stage": "rm"}, "LLaMA-Factory's configuration of another stage"
+
+
+@pytest.mark.parametrize(("trainer", "config", "kind"), [("trl", *OTHER), ("llamafactory", *OF_STAGE)])
+def test_other_configurations_of_trainers_are_refused(tmp_path, trainer, config, kind):
+    with pytest.raises(ValueError, match=f"is {kind}, which is not read here"):
+        write_rewarded(tmp_path / "record", trainer, config, REWARDS)
+
+
+def test_advantages_that_are_normalised_twice_are_named(tmp_path):
+    own = torch.tensor(REWARDS).reshape(2, 3)
+    once = ((own - own.mean(1, keepdim=True)) / own.std(1, keepdim=True)).flatten()
+    given = ((once - once.mean()) / once.std()).tolist()
+    first = write_rewarded(
+        tmp_path / "record", "oat", steps.CONFIGS["deviation"]["oat"], REWARDS, given
+    ).first
+    assert [(change.option, change.recorded) for change in first[1].changes] == [("again", "batch")]
 
 
 OVERLONG = {"enable": True, "len": 4, "penalty_factor": 1.0}
@@ -539,12 +547,12 @@ def write_supervised(folder, config, loss, pairs):
         new = (-rng.exponential(1.0, 2 + number % 5)).round(3).tolist()
         sample = {"prompt_tokens": [1], "completion_tokens": [2] * len(new)}
         sample["learning"] = {"current_logp": new}
-        ref = {"group": number // 2, "ref_logprobs": [x - 0.1 * number for x in new]} if pairs else {}
-        samples.append(sample | ref)
+        ref = {"ref_logprobs": [x - 0.1 * number for x in new]} if pairs else {}
+        samples.append(sample | ref | {"group": number // 2})
     own = [torch.tensor(sample["learning"]["current_logp"]) for sample in samples]
     if pairs:
         own = [new - torch.tensor(s["ref_logprobs"]) for new, s in zip(own, samples, strict=True)]
-    with Recorder(folder, config=config, trainer="trl") as recorder:
+    with Recorder(folder, config=config, trainer=config.get("trainer", "trl")) as recorder:
         recorder.step(0, samples, stats={"loss": float(loss(own))})
     return folder
 
@@ -557,7 +565,19 @@ def dpo(reduce, sign=1.0, of=lambda edge: softplus(-edge)):
     return loss
 
 
+def orpo(rows):
+    means = torch.stack([row.mean() for row in rows])
+    odds = means - torch.log1p(-means.exp())
+    return (softplus(odds[1::2] - odds[::2]) * 0.1 - means[::2]).mean()
+
+
 DPO, SFT = {"loss_type": ["sigmoid"], "beta": 0.1}, {"loss_type": "nll", "gradient_accumulation_steps": 4}
+LF = {"trainer": "llama-factory", "stage": "dpo"}
+TUNE = {
+    "trainer": "torchtune",
+    "loss": {"_component_": "torch.nn.CrossEntropyLoss"},
+    "gradient_accumulation_steps": 4,
+}
 
 
 @pytest.mark.parametrize(
@@ -570,13 +590,21 @@ DPO, SFT = {"loss_type": ["sigmoid"], "beta": 0.1}, {"loss_type": "nll", "gradie
         (DPO, dpo(torch.sum, of=lambda edge: 0.9 * softplus(-edge) + 0.1 * softplus(edge)), "label_smoothing"),
         (DPO | {"loss_type": ["hinge"]}, dpo(torch.sum, of=lambda edge: torch.relu(1 - edge)), None),
         (DPO | {"loss_type": ["ipo"]}, dpo(torch.mean, of=lambda edge: (10 * edge - 5) ** 2), None),
+        (DPO, dpo(lambda row: row.sum() / 29), "pair_scores"),  # by the tokens of all answers
+        (LF, dpo(torch.sum, of=lambda edge: 4 * softplus(-edge)), "loss_scale"),
+        (LF | {"pref_loss": "simpo", "simpo_gamma": 0.3}, dpo(torch.mean, of=lambda edge: softplus(0.3 - edge)), None),
+        (LF | {"pref_loss": "simpo"}, dpo(torch.mean), "pair_target"),
+        (LF | {"pref_loss": "orpo"}, orpo, None),
+        (TUNE, lambda rows: -torch.stack([torch.cat(rows[n : n + 2]).mean() for n in (0, 2, 4, 6)]).mean(), "aggregation"),
+        (SFT, lambda rows: -sum(row.sum() * len(row) for row in rows) / 6 / 29, "aggregation"),  # by length, of 6
         (SFT, lambda rows: -torch.cat(rows).mean(), None),
         (SFT, lambda rows: -sum(torch.cat(rows[n : n + 2]).mean() for n in (0, 2, 4, 6)), "aggregation"),
         (SFT, lambda rows: -torch.stack([torch.cat(rows[n : n + 2]).mean() for n in (0, 2, 4, 6)]).mean(), "aggregation"),
     ],
 )  # fmt: skip
 def test_losses_of_pairs_and_of_data_are_recomputed(tmp_path, config, loss, option):
-    report = check(write_supervised(tmp_path / "record", config, loss, "beta" in config))
+    pairs = "beta" in config or (config.get("stage") == "dpo" and "pref_loss" not in config)
+    report = check(write_supervised(tmp_path / "record", config, loss, pairs))
     stage = next(stage for stage in report.opinions[0].stages if stage.stage == "loss")
     expected = "differs" if option else "equal", [option] * bool(option)
     assert (stage.verdict, [c.option for c in stage.changes]) == expected

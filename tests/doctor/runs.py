@@ -84,9 +84,10 @@ def around(level, size: float = 0.05, seed: int = 5) -> np.ndarray:
     return level + size * np.random.default_rng(seed).normal(size=STEPS)
 
 
+FLAT = {"reward": around(0.3), "eval_reward": around(0.3, seed=6)}
 # Each trouble: its alarm, and what it changes of the run `r` that learns.
 TROUBLES = {
-    "flat reward": ("D01", lambda r: {"reward": around(0.3), "eval_reward": around(0.3, seed=6)}),
+    "flat reward": ("D01", lambda r: FLAT),
     "falling reward": (
         "D01",
         lambda r: {"reward": around(ramp(0.6, 0.2, 0.0)), "eval_reward": around(0.3, seed=6)},
@@ -98,10 +99,7 @@ TROUBLES = {
     "validation left behind": ("D03", lambda r: {"eval_reward": around(0.3)}),
     "reward after a peak": (
         "D04",
-        lambda r: {
-            "reward": r["reward"] - ramp(0.0, 0.45, 0.7),
-            "eval_reward": r["eval_reward"] - ramp(0.0, 0.45, 0.7),
-        },
+        lambda r: {name: r[name] - ramp(0.0, 0.45, 0.7) for name in FLAT},
     ),
     "importance weight": ("D10", lambda r: {"importance_weight": around(ramp(1.0, 1.2), 0.01)}),
     "behaviour weight": ("D11", lambda r: {"behave_imp_weight": around(ramp(1.0, 0.8), 0.01)}),
@@ -127,14 +125,7 @@ TROUBLES = {
         lambda r: {"reward": np.where(np.arange(STEPS) == 150, np.inf, r["reward"])},
     ),
     "truncation": ("D20", lambda r: {"no_eos": around(ramp(0.01, 0.3), 0.01)}),
-    "length": (
-        "D21",
-        lambda r: {
-            "reward": around(0.3),
-            "eval_reward": around(0.3, seed=6),
-            "length": around(ramp(300, 900, 0.0), 20),
-        },
-    ),
+    "length": ("D21", lambda r: FLAT | {"length": around(ramp(300, 900, 0.0), 20)}),
     "old samples": ("D23", lambda r: {"staleness": around(ramp(1, 6, 0.0), 0.2)}),
     "stale engine": ("D24", lambda r: {"logprob_difference": around(ramp(0.011, 0.036, 0.3), 0.0005)}),
     "few effective samples": ("D25", lambda r: {"effective_samples": around(0.3, 0.02)}),
@@ -143,14 +134,7 @@ TROUBLES = {
     "cut prompts": ("D52", lambda r: {"prompts_cut": around(0.2, 0.01)}),
     "aborted episodes": ("D53", lambda r: {"failed_share": around(ramp(0.01, 0.2), 0.01)}),
     "failing tools": ("D54", lambda r: {"tool_failures": around(ramp(0.1, 0.7), 0.02)}),
-    "no tools": (
-        "D55",
-        lambda r: {
-            "reward": around(0.3),
-            "eval_reward": around(0.3, seed=6),
-            "tool_calls": around(ramp(3.0, 0.1), 0.02),
-        },
-    ),
+    "no tools": ("D55", lambda r: FLAT | {"tool_calls": around(ramp(3.0, 0.1), 0.02)}),
     "critic": ("D28", lambda r: {"explained_variance": around(-0.3)}),
 }
 

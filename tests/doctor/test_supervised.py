@@ -118,21 +118,16 @@ def test_chosen_answers_may_fall_if_rejected_ones_fall_much_further(tmp_path, ch
     assert [one["id"] for one in found] == alarms
 
 
+SCORES = {"loss": "loss", "preference_accuracy": "accuracy", "reward": "mean_reward", "grad_norm": "margin"}
+
+
 @pytest.mark.parametrize(
     ("columns", "judged"),
     [
         ({"loss": "loss", "preference_accuracy": "accuracy"}, {"loss"}),  # of tokens
         ({"of_two": "loss", "preference_accuracy": "eval_accuracy"}, {"loss", "preference_accuracy"}),
         ({"reward": "reward", "preference_accuracy": "accuracy_reward"}, {"reward"}),  # a term
-        (
-            {
-                "loss": "loss",
-                "preference_accuracy": "accuracy",
-                "reward": "mean_reward",
-                "grad_norm": "margin",
-            },
-            {"loss", "preference_accuracy"},  # scores of a reward model: their level means nothing
-        ),
+        (SCORES, {"loss", "preference_accuracy"}),  # of a reward model: their level means nothing
     ],
 )
 def test_accuracy_is_that_of_pairs_only_where_pairs_are_logged(tmp_path, columns, judged):
