@@ -84,23 +84,18 @@ def around(level, size: float = 0.05, seed: int = 5) -> np.ndarray:
     return level + size * np.random.default_rng(seed).normal(size=STEPS)
 
 
+AT = np.arange(STEPS)
 FLAT = {"reward": around(0.3), "eval_reward": around(0.3, seed=6)}
 # Each trouble: its alarm, and what it changes of the run `r` that learns.
 TROUBLES = {
     "flat reward": ("D01", lambda r: FLAT),
-    "falling reward": (
-        "D01",
-        lambda r: {"reward": around(ramp(0.6, 0.2, 0.0)), "eval_reward": around(0.3, seed=6)},
-    ),
+    "falling reward": ("D01", lambda r: FLAT | {"reward": around(ramp(0.6, 0.2, 0.0))}),
     "scattering reward": (
         "D02",
         lambda r: {"reward": ramp(0.2, 0.4, 0.0) + ramp(0.05, 0.9) * around(0.0, 1.0)},
     ),
     "validation left behind": ("D03", lambda r: {"eval_reward": around(0.3)}),
-    "reward after a peak": (
-        "D04",
-        lambda r: {name: r[name] - ramp(0.0, 0.45, 0.7) for name in FLAT},
-    ),
+    "reward after a peak": ("D04", lambda r: {name: r[name] - ramp(0.0, 0.45, 0.7) for name in FLAT}),
     "importance weight": ("D10", lambda r: {"importance_weight": around(ramp(1.0, 1.2), 0.01)}),
     "behaviour weight": ("D11", lambda r: {"behave_imp_weight": around(ramp(1.0, 0.8), 0.01)}),
     "clipping": ("D12", lambda r: {"clip_ratio": around(0.7, 0.02)}),
@@ -112,18 +107,9 @@ TROUBLES = {
         "D16",
         lambda r: {"reward": around(0.3), "reference_kl": around(ramp(0.01, 0.4, 0.0), 0.01)},
     ),
-    "gradient spikes": (
-        "D17",
-        lambda r: {"grad_norm": r["grad_norm"] * np.where(np.arange(STEPS) % 23 == 7, 30, 1)},
-    ),
-    "gradient is no number": (
-        "D17",
-        lambda r: {"grad_norm": np.where(ramp(0, 1) > 0.99, np.nan, r["grad_norm"])},
-    ),
-    "reward is no number": (
-        "D18",
-        lambda r: {"reward": np.where(np.arange(STEPS) == 150, np.inf, r["reward"])},
-    ),
+    "gradient spikes": ("D17", lambda r: {"grad_norm": r["grad_norm"] * np.where(AT % 23 == 7, 30, 1)}),
+    "gradient is no number": ("D17", lambda r: {"grad_norm": np.where(AT > 197, np.nan, r["grad_norm"])}),
+    "reward is no number": ("D18", lambda r: {"reward": np.where(AT == 150, np.inf, r["reward"])}),
     "truncation": ("D20", lambda r: {"no_eos": around(ramp(0.01, 0.3), 0.01)}),
     "length": ("D21", lambda r: FLAT | {"length": around(ramp(300, 900, 0.0), 20)}),
     "old samples": ("D23", lambda r: {"staleness": around(ramp(1, 6, 0.0), 0.2)}),

@@ -3,6 +3,7 @@
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -178,6 +179,11 @@ def templated(row, number, rows):
     row["completion_tokens"][0] = 33
 
 
+def appended(row, number, rows, mask=1):
+    asked(row, number, rows)
+    row["logprobs"][-1], row["loss_mask"] = 0.0, [1] * (len(row["completion_tokens"]) - 1) + [mask]
+
+
 def of_tools(row, number, rows):
     asked(row, number, rows)
     row["loss_mask"] = [0] * len(row["completion_tokens"]) + [1, 1]
@@ -207,9 +213,10 @@ def doubled(row, number, rows):
         (without(0), {"S14": "the first token of completions is never in the loss mask"}),
         (of_tools, {"S14": "no token with a log-prob of the engine is in the loss mask"}),
         (alone_in_the_mask, {"S14": "of completions the end token alone is in the loss mask"}),
+        (appended, {"S14": "end tokens that were not sampled are in the loss mask"}),
         (split, {"S07": "samples of a prompt are not one group: each is a group of its own"}),
         (doubled, {"S15": "rows begin with two begin tokens"}),
-        *((sound, {}) for sound in (asked, without(2), templated, alone)),
+        *((sound, {}) for sound in (asked, without(2), templated, alone, partial(appended, mask=0))),
     ],
 )
 def test_masks_groups_and_begin_tokens(tmp_path, model, change, says):

@@ -13,6 +13,7 @@ from recorder import Record
 
 FEWEST, LEAST_SHARE = 4, 0.02  # rows that contradict, and their share of those with the reason
 OWN_END = 0.9  # of the places of a token at which a row ends: then it is an end token, too
+FEW_SURE = 0.01  # of the tokens but ends, that have the log-prob 0: a policy that is sure has more
 ANSWER = 3  # tokens before the last one, that an answer must have had in the loss mask
 MOST_ALIKE = 0.5  # of the contradicting rows end with one token: a stop string ends so
 COPIED_NATS = 12.0  # once in 160,000 pairs by chance
@@ -115,8 +116,11 @@ def mask_leaves_out(rows: Rows) -> Finding | None:
     unended, is_last = np.isin(rows.unended, ends), np.isin(rows.last, ends)
     answered = (rows.prompt_length > 0) & (rows.lengths > 0)
     alone, late = is_last & (rows.lengths == 1), answered & (rows.first - rows.prompt_length >= ANSWER)
+    is_sure = rows.logprobs == 0
+    appended = is_last & is_sure[rows.bounds[1:] - 1] & (is_sure[~rows.ends].sum() <= FEW_SURE * len(is_sure))
     for title, flagged, among, found in (
         ("unsampled", rows.unsampled, rows.lengths > 0, "log-probs of the engine are outside of the loss mask alone in {}"),
+        ("appended", appended, is_last, "the end token of {} has the log-prob 0, as of a token that was not sampled"),
         ("end", unended, unended | is_last, "the last token of {} is not in the loss mask, and its neighbour is"),
         ("first", answered & (rows.skipped >= 0), answered, "the first token of {} is not in the loss mask, and its neighbour is"),
         ("only", late & alone, answered & (late | ~alone), "of {} only the end is in the loss mask"),

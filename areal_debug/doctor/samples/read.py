@@ -306,7 +306,7 @@ def rows_of_rank(step: RecordedStep, rank: int, words: dict[str, int]) -> list[d
             prompt = ids[: trained[0]]
             if 0 < facts["prompt_length"] == len(prompt) - 1:
                 facts["skipped"] = int(prompt[-1])
-            if trained[-1] == len(ids) - 2:
+            if trained[-1] == len(ids) - 2 and (arrays["logprobs"][here][-1] or not known["logprobs"][row]):
                 facts["unended"] = int(ids[-1])
             if len(ids) > 2 and ids[0] == ids[1] != ids[2]:
                 facts["doubled"] = int(ids[0])
