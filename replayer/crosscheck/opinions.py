@@ -528,7 +528,8 @@ class Comparison:
                 return [], ["the advantages of the step are not known"]
         elif np.isnan(rows.tensors["advantages"][rows.mask]).any():
             return [], ["the advantages of some rows are unknown"]
-        if options.old_logprobs == "rollout" and np.isnan(rows.tensors["logprobs"][rows.mask]).any():
+        of_engine = options.correction is not None or options.old_logprobs == "rollout"
+        if of_engine and np.isnan(rows.tensors["logprobs"][rows.mask]).any():
             return [], ["the sampling log-probs of some tokens are unknown"]
         if options.kl_coef and "ref_logp" not in rows.tensors:
             return [], ["the record has no log-probs of the reference, which the KL in the loss needs"]

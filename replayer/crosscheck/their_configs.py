@@ -138,7 +138,7 @@ def of_window(found: Configured, config: Mapping[str, Any]) -> Configured:
     accumulated = given("gradient_accumulation_steps", 1)
     generate_every = (given("steps_per_generation") or accumulated) * given("num_iterations", 1)
     updates = generate_every // accumulated
-    late = f"the loss is that of the last of {updates} optimizer steps, others came before"
+    late = {"loss": TABLES["texts"]["last update"].format(updates)} if updates > 1 else {}
     is_apart = found.options.correction is not None or accumulated % generate_every
     changed: dict[str, Any] = {"old_logprobs": "trainer" if is_apart else "current"}
     if accumulated > generate_every and found.options.aggregation == "token-mean":
@@ -147,8 +147,7 @@ def of_window(found: Configured, config: Mapping[str, Any]) -> Configured:
     if found.options.clipped == CISPO:  # epsilon_high is the largest ratio itself, and no ratio is too small
         most = (found.options.clip_high or found.options.clip_low) - 1
         changed |= {"clip_low": inf, "clip_high": most}
-    unchecked = found.unchecked | ({"loss": late} if updates > 1 else {})
-    return replace(found, options=replace(found.options, **changed), unchecked=unchecked)
+    return replace(found, options=replace(found.options, **changed), unchecked=found.unchecked | late)
 
 
 def configured(name: str, config: Mapping[str, Any], unchecked: Mapping[str, str] = NOTHING) -> Configured:
