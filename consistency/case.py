@@ -31,6 +31,7 @@ EXACT = ("R09", "R32.base")
 # Nats by which another transform must raise the likelihood of the samples. Fitting one number to
 # noise gains about 1.
 LIKELIER_NATS = 20.0
+RARE_NATS = 12.0  # without a number: once in 160,000 checks by chance
 LARGEST_SURPRISE = 3.0  # Z of tokens that the trainer's distribution drew
 # A group of tokens is bad when its mean |D| is this many times that of the good ones.
 BAD_RATIO = 3.0
@@ -131,7 +132,8 @@ class Case:
         if self.replays is None or self.setting.greedy:
             return None
         found = likeliest(self.replays)
-        return found if found is not None and found[1] > LIKELIER_NATS else None
+        least = RARE_NATS if found is not None and found[0].cause == "R06" else LIKELIER_NATS
+        return found if found is not None and found[1] > least else None
 
     @cached_property
     def unexplained(self) -> bool:

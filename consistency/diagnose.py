@@ -15,6 +15,7 @@ from consistency.case import MIN_GAIN_OF_SQUARES, Case, Setting
 from consistency.causes import Finding
 from consistency.checks.numerics import THIN
 from consistency.checks.recognise import CHECKS, in_logprobs, log_units
+from consistency.checks.shape import MIN_SEGMENT
 from consistency.measure import Measurement, measure
 from consistency.rescoring import Rescoring, TrainerCheck
 from consistency.score import Scores
@@ -82,7 +83,8 @@ def diagnose(
     # Ordinary noise (R35), a policy that moved (R57) and declared dtypes (R38, R44) account for the difference.
     accounts = [found.confidence for found in findings if found.id in ("R35", "R38", "R44", "R57")]
     harmless = max(accounts, default=0.0) > THIN
-    verdict = "mismatch" if faults else "healthy" if harmless else "unknown"
+    is_open = any(finding.fault for finding in findings)  # what is too open for an accusation
+    verdict = "mismatch" if faults else "healthy" if harmless and not is_open else "unknown"
     causes = sorted(findings, key=lambda finding: (not is_accusation(finding), -finding.confidence))
     missing = () if verdict != "unknown" else missing_columns(case, alternatives)
     return Diagnosis(verdict, tuple(causes), missing, case.surprise(), table, case.measurement)
@@ -113,7 +115,7 @@ def with_derived(replays: Replays, sequences: Sequences) -> Replays:
     offset = float(np.median(engine - base))
     place = np.concatenate([np.arange(count) for count in np.unique(row, return_counts=True)[1]])
     predictions = [
-        forbidden_initially(engine, base, p, place) if p.cause == "R06" else p for p in replays.predictions
+        forbidden_until_drawn(base, p, place) if p.cause == "R06" else p for p in replays.predictions
     ]
     predictions += [
         Prediction("R07", "constant", offset, base + offset),
@@ -203,23 +205,27 @@ def best_partners(heads: Floats, candidates: Floats) -> tuple[Ints, Floats]:
 
 
 def from_a_place(engine: Floats, base: Floats, later: Floats, by: int, row: Ints) -> Prediction:
-    """Predict a shift of all tokens of a row from the place on which fits that row best."""
+    """Predict a shift of all tokens of a row from the place on which fits that row best.
+
+    Most of these tokens must be nearer by it: one that is far off is so by some shift.
+    """
     saved = bounded(engine - base) - bounded(engine - later)
     after = by_row(saved, row, lambda values: np.cumsum(values[::-1])[::-1])
     best, first = by_row(after, row, np.max), by_row(after, row, np.argmax)
     count = by_row(after, row, lambda values: np.arange(len(values)))
     name = "the logprobs from a token of each row on, shifted by"
-    return Prediction("R11", name, float(by), np.where((count >= first) & (best > 0), later, base))
+    moved = (count >= first) & (best > 0)
+    most = np.bincount(row, moved * np.sign(saved)) >= MIN_SEGMENT  # nearer ones, less those further away
+    return Prediction("R11", name, float(by), np.where(moved & most[row], later, base))
 
 
-def forbidden_initially(engine: Floats, base: Floats, everywhere: Prediction, place: Ints) -> Prediction:
-    """EOS forbidden for the first `parameter` tokens of each row, as many as fit best.
+def forbidden_until_drawn(base: Floats, everywhere: Prediction, place: Ints) -> Prediction:
+    """EOS forbidden for the first `parameter` tokens of each row, up to its first place in any row.
 
-    `parameter` is infinite if it is forbidden for all of them.
+    `parameter` is infinite if it was never drawn. Under the trainer's distribution this is likelier
+    by more than n nats once in e^n times.
     """
-    saved = bounded(engine - base) - bounded(engine - everywhere.logprobs)
-    by_place = np.cumsum(np.bincount(place, weights=saved))
-    last = int(np.argmax(by_place))
-    predicted = np.where(place <= last, everywhere.logprobs, base)
-    is_all = last >= int(0.95 * place.max())
-    return Prediction("R06", everywhere.name, np.inf if is_all else float(last + 1), predicted)
+    drawn = place[np.isneginf(everywhere.logprobs)]
+    first = float(drawn.min()) if len(drawn) else np.inf
+    predicted = np.where(place < first, everywhere.logprobs, base)
+    return Prediction("R06", everywhere.name, first, predicted)

@@ -193,10 +193,11 @@ def heavy_tail(case: Case) -> Finding | None:
         return None
     if metrics["max_abs"] < 10 * case.level or metrics["p50_abs"] > case.level:
         return None
-    # Two engines of different noise have together a tail that none of them has.
-    worker, size = case.table.worker, np.where(case.table.engine != 0.0, case.table.difference, 0.0)
-    engines = [size] if worker is None else [size[worker == one] for one in np.unique(worker)]
-    tails = map(tail, engines)
+    # Two engines of different noise have together a tail that none of them has, and so have two policies.
+    version, size = case.table.version, np.where(case.table.engine != 0.0, case.table.difference, 0.0)
+    worker = np.zeros(len(size)) if case.table.worker is None else case.table.worker
+    own = np.full(len(size), True) if version is None else version == version.max()
+    tails = [tail(size[own & (worker == one)]) for one in np.unique(worker[own])]
     heavy = next((one for one in tails if one["kurtosis"] >= 20 and one["p99_over_p50"] >= 20), None)
     if heavy is None:
         return None
@@ -207,7 +208,7 @@ def heavy_tail(case: Case) -> Finding | None:
         kurtosis=heavy["kurtosis"],
         p99=heavy["p99_over_p50"],
         top=heavy["top_percent_share"],
-        of_one=" of one engine" if len(engines) > 1 else "",
+        of_one=" of one engine" if len(tails) > 1 else "",
         is_fault=not case.is_of_flips,
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from consistency.case import BAD_RATIO, LARGEST_SURPRISE, Case, Explanation
+from consistency.case import BAD_RATIO, LARGEST_SURPRISE, RARE_NATS, Case, Explanation
 from consistency.causes import CAUSES, Finding, finding
 from consistency.checks.numerics import CHECKS_OF_NUMBERS, moves_of_dtype, only_decoded_tokens_differ
 from consistency.checks.shape import MIN_RUN, breaks, explained_by_key, run_lengths, trend
@@ -23,7 +23,6 @@ from consistency.transforms import LEAST_EXPECTED, Prediction
 
 # Thresholds, with their units and what they follow from.
 T_TOLERANCE = 0.02  # of a temperature
-COPIED_NATS = 12.0  # once in 160,000 checks by chance
 LARGEST_CHANCE = 0.01  # that no bad row is among the fresh ones
 SURE_MARGIN = 40.0  # nats over the next tensor
 MOST_LEFT = 0.5  # of the difference by the engine's experts alone, where the choice is the cause
@@ -36,6 +35,7 @@ OPEN_ZEROS = 0.6  # confidence in missing log-probs where the others are wrong a
 EVERYWHERE = 0.9  # of the rows are bad where weights differ
 BEYOND_NOISE = 5.0  # times the level: more than a sound engine that rounds more than was published
 DECISIVE = 3.0  # gain of rounding logits from which an engine in bfloat16 has more than its usual noise
+DRAWN = {"R01": "R01.drawn", "R03": "R04", "R05": "R05", "R06": "R06.eos", "R06.tokens": "R06.drawn"}
 OF_NUMBERS = ("R37", "R38", "R44")  # what rounds log-probs says nothing of how tokens were drawn
 FEWEST_FOREIGN = 64  # tokens of rows with other tokens' log-probs
 AS_LIKELY = 0.4  # of the nats from the model's own tokens to those drawn by chance
@@ -60,6 +60,8 @@ def from_replay(case: Case) -> Finding | None:
         key = "R42.weights"
     if p.ids and p.ids <= case.setting.added_token_ids:
         key = "R55.bias"
+    if key == "R24" and p.rows and policy_moved(case):  # as their versions say
+        return None
     if p.rows and f"{key}.rows" in CAUSES:
         key += ".rows"
     value = f" {p.parameter:g}" if p.parameter else ""
@@ -128,9 +130,12 @@ def hidden_transform(case: Case) -> Finding | None:
     if case.explanation is not None and case.explanation.prediction.cause not in OF_NUMBERS:
         return None
     p, nats = case.drawn_by
-    key = {"R01": "R01.drawn", "R03": "R04", "R05": "R05", "R06.tokens": "R06.drawn"}.get(p.cause)
+    key = DRAWN.get(p.cause)
     if key is None:
         return None
+    lengths = np.unique(case.table.sequence, return_counts=True)[1]
+    if key == "R06.eos" and np.isinf(p.parameter) and np.ptp(lengths) > 0:  # something ended replies
+        key = "R17.eos"
     rank, mass = case.scores.rank.max(), np.nanmax(case.scores.mass_before)
     drawn = (
         f"the tokens are {nats:.0f} nats likelier under {p.name} {p.parameter:.3g}, though the logprobs agree"
@@ -246,7 +251,7 @@ def duplicate_samples(case: Case) -> Finding | None:
         return None
     shared, num_pairs = longest_shared(case)
     # A pair shares so many nats by chance once in exp(nats); of several pairs, one may.
-    copies = [nats for nats in shared if nats - np.log(num_pairs) > COPIED_NATS]
+    copies = [nats for nats in shared if nats - np.log(num_pairs) > RARE_NATS]
     if not copies:
         return None
     greedy = float(np.mean(case.scores.rank[case.scores.rank >= 0] == 0)) > 0.98
@@ -471,14 +476,15 @@ def token_bias(case: Case) -> Finding | None:
     explains = explained_by_key(case.table.token_id, difference)
     if explains < 0.6:
         return None
+    sure = UNRELATED if are_unrelated(case) else None
     names, means, count = means_by(case.table.token_id, np.abs(difference))
     bad = names[(means > BAD_RATIO * max(float(np.median(means)), case.level)) & (count >= 2)]
     share_of_bad = (difference[np.isin(case.table.token_id, bad)] ** 2).sum() / (difference**2).sum()
     if not (0 < len(bad) <= 0.1 * len(names) and share_of_bad > 0.6):
-        return finding("R27", UNRELATED if are_unrelated(case) else None, share=explains)
-    added = set(bad.tolist()) <= case.setting.added_token_ids
+        return finding("R27", sure, share=explains)
+    key = "R55" if set(bad.tolist()) <= case.setting.added_token_ids else "R26"
     ids = ", ".join(map(str, bad[:8].tolist()))
-    return finding("R55" if added else "R26", share=explains, count=len(bad), ids=ids)
+    return finding(key, sure, share=explains, count=len(bad), ids=ids)
 
 
 def bad_share(case: Case) -> float:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from consistency.diagnose import mispaired_rows, with_derived
+from consistency.diagnose import forbidden_until_drawn, from_a_place, mispaired_rows, shifted, with_derived
 from consistency.transforms import Prediction, Replays
 
 NUM_ROWS = 64
@@ -33,6 +33,20 @@ def test_exchanged_rows_are_paired(num_tokens, noise):
     found = mispaired_rows(engine.ravel(), base.ravel(), row)
     assert found.parameter == 1
     assert np.abs(found.logprobs - engine.ravel()).max() < 6 * noise
+
+
+def test_a_token_that_is_far_off_in_many_rows_is_no_shift():
+    base, row = rows_of(8, 0)
+    engine = base.copy()
+    engine[::2, 6] = base[::2, 7]
+    later = shifted(base.ravel(), row, 1)
+    assert np.array_equal(from_a_place(engine.ravel(), base.ravel(), later, 1, row).logprobs, base.ravel())
+
+
+def test_eos_may_be_forbidden_up_to_its_first_place_in_any_row():
+    everywhere = Prediction("R06", "EOS forbidden", 0.0, np.array([-0.9, -0.9, -0.9, -0.9, -np.inf, -0.9]))
+    found = forbidden_until_drawn(np.full(6, -1.0), everywhere, np.tile([0, 1, 2], 2))
+    assert (found.parameter, found.logprobs.tolist()) == (1.0, [-0.9, -1.0, -1.0, -0.9, -1.0, -1.0])
 
 
 def test_answers_of_few_kinds_that_an_engine_finds_likelier_are_not_paired():
