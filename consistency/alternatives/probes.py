@@ -119,7 +119,8 @@ def run_probes(diagnose: Diagnose, inputs: ProbeInputs, replays: Replays) -> tup
 def is_settled(found: Diagnosis, setting: Setting) -> bool:
     """Return whether another probe could hardly change the verdict."""
     if found.verdict == "healthy":
-        return found.measurement.metrics["mean_abs"] <= setting.noise.own
+        is_moved = any(cause.id == "R57" for cause in found.causes)
+        return is_moved or found.measurement.metrics["mean_abs"] <= setting.noise.own
     return any(is_accusation(cause) and cause.confidence > SETTLED_CONFIDENCE for cause in found.causes)
 
 
@@ -364,8 +365,17 @@ def template_alternatives(inputs: ProbeInputs) -> list[Prediction]:
         "the generation prompt added": lambda ids: [*ids, *begin],
         "no generation prompt": lambda ids: stripped(ids, begin, -1),
         "an empty block of thoughts added": lambda ids: [*ids, *none],
+        "no system prompt": lambda ids: from_the_user(ids, head),
     }
     return with_other_prompts(inputs, "R16.template", changes)
+
+
+def from_the_user(ids: list[int], head: list[int]) -> list[int]:
+    """Leave out what comes before the first message of the user, which `head` opens where it is the first one."""
+    shared = next((at for at, (one, other) in enumerate(zip(ids, head, strict=False)) if one != other), 0)
+    opening = head[shared - 1 :]
+    found = [at for at in range(shared, len(ids)) if ids[at : at + len(opening)] == opening]
+    return [*head, *ids[found[0] + len(opening) :]] if shared and found else ids
 
 
 def stripped(ids: list[int], part: list[int], side: int) -> list[int]:

@@ -38,6 +38,7 @@ from consistency.tokens import Floats, Sequences
 from consistency.transforms import RESIDUAL_BOUND, Prediction, mean_square, select_rows, spread_rows
 
 TOKENS_TO_SCREEN = 256
+DECISIVE = 1e3  # gain of squares, from which no further variant is scored
 LEAST_GAIN = 1.5  # of squares, below which the best variant is not scored on all tokens
 # Correlation with D of one of a family's first two members. A variant that explains a third of the squares has 0.58,
 # chance leaves 0.06 in 256 tokens.
@@ -46,6 +47,7 @@ BASES = (1e3, 2.5e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e
 FACTORS = (0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
 MULTIPLES = (0.25, 0.5, 2.0, 4.0)  # of a number of the model
 REFINEMENTS, POINTS = 3, 5  # of a scanned number
+MOST_REFINED = 4  # scans, the most aligned ones, where none fits
 MOST_LAYERS = 48  # beyond it, only the first and the last are skipped
 WINDOW, WIDEST = "sliding_window", 1 << 30  # tokens
 WINDOWS = tuple(2.0**k for k in range(3, 18))
@@ -69,7 +71,8 @@ class Variant:
     attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
     hooks: list[tuple[nn.Module, Hook]] = field(default_factory=list)
     number: float = 0.0
-    family: "Scan | str | None" = None  # of a scan, the numbers can be refined
+    family: str = ""
+    scan: "Scan | None" = None  # whose numbers can be refined
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -91,7 +94,7 @@ def scanned(make: Callable[[float], Variant], grid: tuple[float, ...], own: floa
     """Yield variants that differ in one number, the nearest to the model's own first."""
     scan = (make, grid, own)
     for number in sorted(grid, key=lambda number: abs(np.log(number / own))):
-        yield replace(make(number), number=number, family=scan)
+        yield replace(make(number), number=number, scan=scan)
 
 
 def variant_alternatives(scorer: Scorer, rows: Sequences, temperature: float) -> list[Prediction]:
@@ -106,11 +109,11 @@ def best_of(scorer: Scorer, rows: Sequences, temperature: float, variants: list[
     engine = screened.engine_logprobs[screened.scored]
     base = score_logprobs(scorer, screened, temperature=temperature)
     difference, as_is = signed(engine - base), missed(screened, base)
-    shared: dict[Scan | str | None, list[float]] = {}  # correlation with D of the members of a family
+    shared: dict[Scan | str | None, list[float]] = {}  # correlation with D of the members of a family or scan
 
     def miss(variant: Variant) -> float:
-        before = shared.setdefault(variant.family, [])
-        if isinstance(variant.family, str) and len(before) > 1 and max(before) < ALIGNED:
+        before = shared.setdefault(variant.family or variant.scan, [])
+        if variant.family and len(before) > 1 and max(before) < ALIGNED:
             return float("inf")
         try:
             predicted = scored_with(variant, scorer, screened, temperature)
@@ -119,17 +122,20 @@ def best_of(scorer: Scorer, rows: Sequences, temperature: float, variants: list[
         before.append(abs(correlation(signed(predicted - base), difference)))
         return missed(screened, predicted)
 
-    every = [one for one in variants if one.values or one.attributes or one.hooks]
-    misses = [miss(variant) for variant in every]
+    every, misses = [one for one in variants if one.values or one.attributes or one.hooks], list[float]()
+    for one in every:
+        if min(misses, default=as_is) * DECISIVE > as_is:
+            misses.append(miss(one))
     if not misses:
         return []
-    least = min(misses)
+    least, tried = min(misses), every[: len(misses)]
     # Of variants that do the same to this model, the first.
-    chosen = next(one for one, left in zip(every, misses, strict=True) if left <= least * TIE_RATIO)
+    chosen = next(one for one, left in zip(tried, misses, strict=True) if left <= least * TIE_RATIO)
     # A number near the model's own may fit where none of a coarse grid does.
-    near = [one for one, found in shared.items() if max(found, default=0.0) > ALIGNED]
-    for scan in near if least * LEAST_GAIN > as_is else [chosen.family]:
-        if isinstance(scan, tuple):
+    aligned = {one.scan: max(shared[one.family or one.scan], default=0.0) for one in tried if one.scan}
+    near = sorted((one for one in aligned if aligned[one] > ALIGNED), key=lambda one: -aligned[one])
+    for scan in near[:MOST_REFINED] if least * LEAST_GAIN > as_is else [chosen.scan]:
+        if scan is not None:
             least, chosen = refine(miss, least, chosen, scan)
     if least * LEAST_GAIN > as_is:
         return []
@@ -187,8 +193,6 @@ def rotary_variants(model: Any) -> Iterator[Variant]:
         yield whole
     for name, change in TABLES.items():
         yield Variant("R49", name, hooks=[(table, partial(changed_table, change)) for table in tables])
-    rounded = [(table, in_bfloat16) for table in tables]
-    yield Variant("R49", "positions in bfloat16, which has none apart beyond 256", hooks=list(rounded))
     values = [(one, lambda old: old.bfloat16().to(old)) for table in tables for one in table.buffers()]
     yield Variant("R49", "rotary frequencies in bfloat16", list(values))
     for name, sizes in (("side by side", (-1, 2)), ("half a head apart", (2, -1))):
@@ -246,15 +250,7 @@ TABLES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "a rotary table of zeros": lambda cos, sin: (torch.zeros_like(cos), torch.zeros_like(sin)),
     "no rotary positions": lambda cos, sin: (torch.ones_like(cos), torch.zeros_like(sin)),
     "rotary positions in the other direction": lambda cos, sin: (cos, -sin),
-    "a rotary table in bfloat16": lambda cos, sin: (cos.bfloat16().to(cos), sin.bfloat16().to(sin)),
 }
-
-
-def in_bfloat16(module: Any, args: Any, kwargs: Any, table: Any) -> Any:
-    """Make a table again for rounded positions."""
-    given = [*args, *kwargs.values()]  # hidden states, positions, for some the type of the layer
-    given[1] = given[1].bfloat16().to(given[1])
-    return module.forward(*given)
 
 
 def changed_table(change: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, table: Any) -> Any:
@@ -266,13 +262,13 @@ def refine(
 ) -> tuple[float, Variant]:
     """Search a number between the neighbours of the best one, or of the model's own."""
     make, numbers, own = scan
-    at = chosen.number if chosen.family is scan else own
+    at = chosen.number if chosen.scan is scan else own
     grid = sorted({*numbers, own})
     low, high = grid[max(grid.index(at) - 1, 0)], grid[min(grid.index(at) + 1, len(grid) - 1)]
     for _ in range(REFINEMENTS):
         for number in np.geomspace(low, high, POINTS + 2).tolist():
             variant = make(number)
-            if (found := miss(variant)) < least:
+            if (found := miss(variant)) * TIE_RATIO < least:
                 least, chosen, at = found, variant, number
         step = (high / low) ** (1 / (POINTS + 1))
         low, high = at / step, at * step
@@ -304,24 +300,15 @@ def in_heads(size: int, order: Order, old: Tensor) -> Tensor:
 
 
 def attention_variants(model: Any) -> Iterator[Variant]:
-    config, size = model.config.get_text_config(), head_size(model)
+    config = model.config.get_text_config()
     num_heads = int(getattr(config, "num_attention_heads", 1))
     num_shared = int(getattr(config, "num_key_value_heads", None) or num_heads)
     orders: dict[str, Order] = {"in reverse order": lambda heads: heads.flip(0)}
-    for by in (1, -1):
-        orders[f"moved by {by:+d}"] = partial(torch.roll, shifts=by, dims=0)
+    orders |= {f"moved by {by:+d}": partial(torch.roll, shifts=by, dims=0) for by in (1, -1)}
     for name, order in orders.items() if num_shared > 1 else ():
         for names in (("k_proj", "v_proj"), ("k_proj",), ("v_proj",)):
             parts = " and ".join(part[0] for part in names)
             yield Variant("R25.variant", f"the heads of {parts} {name}", rows_of_heads(model, names, order))
-    in_turn = partial(regrouped, num_heads // num_shared, num_shared)
-    if 1 < num_shared < num_heads:
-        values = rows_of_heads(model, ("q_proj",), in_turn)
-        for one in model.modules():
-            if hasattr(one, "q_proj") and hasattr(one, "o_proj"):
-                of_columns: Order = lambda old: in_heads(size, in_turn, old.T).T.contiguous()  # noqa: E731
-                values.append((one.o_proj.weight, of_columns))
-        yield Variant("R25.variant", "query heads that share keys and values in turn", values)
     grouped = partial(by_groups, num_heads, num_shared)
     cut: Order = lambda rows: rows[grouped(torch.arange(len(rows))).argsort()]  # noqa: E731
     for how, order in (("joined in groups of heads, then cut", grouped), ("joined, then cut by groups", cut)):
@@ -353,6 +340,15 @@ def pair_variants(model: Any) -> Iterator[Variant]:
     for pair, names in PAIRS.items():
         for how, order in orders.items():
             yield Variant("R25.variant", f"{pair} {how}", reordered(model, names, order))
+    for count in SHARDS:
+        every = ((name,) for name in (*ATTENDED[0], *PAIRS["gate and up"]))
+        values = [change for names in every for change in reordered(model, names, partial(repeated, count))]
+        name = f"q, k, v, gate and up with the rows of the first of {count} ranks on each"
+        yield Variant("R25.variant", name, values)
+
+
+def repeated(count: int, rows: Tensor) -> Tensor:
+    return rows if len(rows) % count else torch.cat([rows.chunk(count)[0]] * count)
 
 
 def regrouped(outer: int, inner: int, rows: Tensor, dim: int = 0) -> Tensor:
@@ -413,7 +409,7 @@ def option_variants(model: Any) -> Iterator[Variant]:
         changed = [(one, name, changed_option(row, old)) for one, name, old in alike]
         yield Variant(row["cause"], row["title"], attributes=changed)
     held = [(m, getattr(m, WINDOW, None)) for m in unique if hasattr(m, WINDOW) or hasattr(m, "o_proj")]
-    sizes = [size for _, size in held if isinstance(size, int)]
+    sizes = [size for _, size in held if isinstance(size, int) and size > 0]  # 0 of Qwen2-MoE is none
     owners = [m for m, size in held if isinstance(size if sizes else m, int if sizes else nn.Module)]
     yield from scanned(partial(windowed, owners), WINDOWS, float(max(sizes, default=WIDEST)))
     factors: dict[str, list[tuple[nn.Module, Any]]] = {}
@@ -457,10 +453,6 @@ def norm_variants(model: Any) -> Iterator[Variant]:
         hooks = [(module, skip) for name, module in norms if name in names]
         yield Variant("R25.variant", f"{' and '.join(names)} skipped", hooks=list(hooks))
     yield after_positions(model)
-    of_all_heads = [module for name, module in norms if name in ("q_norm", "k_norm")]
-    for count in SHARDS:
-        hooks = [(one, partial(over_ranks, count)) for one in of_all_heads if len(one.weight) % count == 0]
-        yield Variant("R54", f"q_norm and k_norm over each of {count} ranks alone", hooks=list(hooks))
 
 
 def after_positions(model: Any) -> Variant:
@@ -482,13 +474,6 @@ def after_positions(model: Any) -> Variant:
             found.hooks += [(norm, partial(leave_out, layer)) for norm in norms]
             found.attributes[:] = [(space, ROTATE, partial(rotate, getattr(space, ROTATE)))]
     return found
-
-
-def over_ranks(count: int, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-    """Divide each rank's part of the features by its own root mean square."""
-    squares = args[0].float().pow(2).unflatten(-1, (count, -1)).mean(-1, keepdim=True)
-    change = (squares.mean(-2, keepdim=True) / squares).sqrt()
-    return (output.unflatten(-1, (count, -1)) * change).flatten(-2).to(output.dtype)
 
 
 def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -554,7 +539,8 @@ def orders_of_layers(count: int) -> dict[str, list[int]]:
         found[f"layers {number} and {number + 1} exchanged"] = order
     for stages in SHARDS if count > 2 else ():
         size = count // stages
-        for one, other in itertools.permutations(range(stages if count % stages == 0 else 0), 2):
+        every = itertools.permutations(range(stages if count % stages == 0 else 0), 2)
+        for one, other in (pair for pair in every if pair[1] == 0 or abs(pair[0] - pair[1]) == 1):
             here, there = range(one * size, (one + 1) * size), range(other * size, (other + 1) * size)
             name = f"layers {here[0]} to {here[-1]} with the weights of layers {there[0]} to {there[-1]}"
             found[name] = [*own[: here[0]], *there, *own[here[-1] + 1 :]]
@@ -565,12 +551,15 @@ def replaced(new: Tensor, old: Tensor) -> Tensor:
     return new
 
 
-CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
-    "halved": lambda old: 0.5 * old,
-    "doubled": lambda old: 2.0 * old,
-    "zero": torch.zeros_like,
-    "with the other sign": torch.neg,
-}
+HOW = {0.5: "halved", 2.0: "doubled", 0.0: "zero", -1.0: "with the other sign"}
+
+
+def times(cause: str, of: str, tensors: list[Tensor], by: float) -> Variant:
+    """Return the model with tensors times a number; in all layers, what they give may be multiplied."""
+    if "layers.*" in of and by > 0:
+        cause, of = "R54", f"{of}, or what it gives,"
+    values = [(one, partial(torch.mul, other=by)) for one in tensors]
+    return Variant(cause, f"{of} {HOW.get(by, f'times {by:.3g}')}", list(values), family=of.partition(",")[0])
 
 
 def changed_tensors(model: Any) -> Iterator[Variant]:
@@ -580,13 +569,18 @@ def changed_tensors(model: Any) -> Iterator[Variant]:
     for name, tensor in named.items():
         alike = LAYER.sub("layers.*.", name)
         module, _, leaf = alike.rpartition(".")
-        every = {alike, f"{module.rpartition('.')[0]}.*.bias" if leaf == "bias" else alike}
-        for one in {*every, name} if len(named) <= MOST_TENSORS else every:
+        every = {alike}
+        if leaf == "bias" and "." in module:
+            every.add(f"{module.rpartition('.')[0]}.*.bias")
+        if leaf == "bias" and f"{module}.weight".endswith(BY_COLUMNS):
+            every.add("biases of layers that are summed over ranks")
+        for one in sorted({*every, name} if len(named) <= MOST_TENSORS else every):
             groups.setdefault(one, []).append(tensor)
     for name, tensors in groups.items():
         cause = "R26.rescaled" if any(word in name for word in VOCABULARY_WORDS) else "R25.variant"
-        for how, change in CHANGED.items():
-            yield Variant(cause, f"{name} {how}", [(one, change) for one in tensors], family=name)
+        changed = partial(times, cause, name, tensors)
+        yield from scanned(changed, MULTIPLES[1:3], 1.0)
+        yield from map(changed, (0.0, -1.0))
         square = [one for one in tensors if one.dim() > 1 and one.shape[-1] == one.shape[-2]]
         yield Variant(cause, f"{name} transposed", [(one, lambda old: old.mT.contiguous()) for one in square])
 
@@ -602,17 +596,6 @@ def expert_variants(model: Any) -> Iterator[Variant]:
         yield Variant("R54", f"experts {name}", hooks=list(hooks))
     whole = [(one, whole_bias) for one in model.modules() if hasattr(one, "down_proj_bias")]
     yield Variant("R54", "the output bias of each expert added without its weight", hooks=list(whole))
-    biases = [getattr(one, CORRECTION) for one in choosing if hasattr(one, CORRECTION)]
-    values = [(bias, lambda old: old.bfloat16().to(old)) for bias in biases]
-    yield Variant("R25.variant", "a correction bias of the router in bfloat16", list(values))
-    outputs = [p for name, p in model.named_parameters() if p.dim() == 3 and name.endswith("down_proj")]
-    for rank, count in ((rank, shards) for shards in SHARDS for rank in range(shards)):
-        values = [
-            (p, partial(with_shard, p.new_zeros(()), rank, count, 0)) for p in outputs if len(p) % count == 0
-        ]
-        yield Variant(
-            "R25.variant", f"shard {rank} of {count} of the experts without an output", list(values)
-        )
     stacked = [one for one in model.modules() if isinstance(getattr(one, "down_proj", None), nn.Parameter)]
     tensors = [(p, len(one.down_proj)) for one in stacked for p in one.parameters(recurse=False)]
     orders: dict[str, Order] = {}
@@ -675,11 +658,6 @@ def whole_bias(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
     return output + missing.sum(-2).view_as(output)
 
 
-def weighed_by_logits(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    logits, _, chosen = output
-    return logits, logits.gather(-1, chosen), chosen
-
-
 def routed(
     score: Callable[..., Tensor], module: Any, args: Any, kwargs: Any, output: Any, is_biased: bool = False
 ) -> Any:
@@ -700,7 +678,6 @@ def routed(
 SHARED_EXPERTS = ("shared_expert", "shared_experts")
 CORRECTION, BIASED = "e_score_correction_bias", "weighed by scores with their correction bias"
 ROUTINGS: dict[str, Hook] = {
-    "weighed by the router's logits, without a softmax": weighed_by_logits,
     "routed by a softmax": partial(routed, partial(torch.softmax, dim=-1)),
     "routed by a sigmoid": partial(routed, torch.sigmoid),
     BIASED: partial(routed, torch.sigmoid, is_biased=True),

@@ -80,7 +80,8 @@ DETAILS = [
     ("mistral", {"sliding_window": 9}, "a window one token wider"),
     ("gpt_neox", {"use_parallel_residual": False}, "attention beside the MLP, or before it"),
     ("gemma3_text", ROPE, "positions of full_attention layers divided by 8"),
-    ("olmo2", {}, "q_norm and k_norm over each of 2 ranks alone"),
+    ("phi", {}, "biases of layers that are summed over ranks doubled"),
+    ("llama", {}, "q, k, v, gate and up with the rows of the first of 2 ranks on each"),
     ("qwen2_moe", {}, "the shared expert without its gate"),
     ("gpt_oss", {}, "model.layers.*.self_attn.sinks zero"),
     ("deepseek_v3", {}, "model.layers.*.mlp.gate.e_score_correction_bias zero"),
@@ -121,13 +122,8 @@ def sides(family, options, name, tmp_path):
 
 
 SEARCHED = ("times 3", "1.33")
-EVERYDAY = (
-    "mistral",
-    "gpt_neox",
-    "phi3",
-    "deepseek_v3",
-    "llama",
-)  # options, changed weights, hooks, rounding
+# Options, changed weights, hooks, rounding.
+EVERYDAY = ("mistral", "gpt_neox", "phi3", "deepseek_v3", "llama")
 NAMED = [one for one in DETAILS if one[1] and not any(words in one[2] for words in SEARCHED)]
 
 

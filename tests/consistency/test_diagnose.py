@@ -32,13 +32,8 @@ EVERYDAY = {
     *("stale weights", "added tokens", "one stale worker that reuses prefixes", "decoded tokens"),
 }
 BY_CAUSE = [pytest.param(name, marks=[pytest.mark.long] * (name not in EVERYDAY)) for name in FAULTS]
-WEAK = {
-    "added tokens",
-    "decoded tokens",
-    "logprobs of a draft",
-    "output bias",
-    "two tokens of tool output",
-}  # need all rows, not 6
+# These need all rows, not 6.
+WEAK = {"added tokens", "decoded tokens", "logprobs of a draft", "output bias", "two tokens of tool output"}
 
 
 @functools.cache
@@ -95,6 +90,16 @@ def test_what_leaves_more_than_noise_is_not_sure():
     assert sure.confidence > 0.9 > 0.85 >= first.confidence
 
 
+def test_a_system_prompt_is_left_out_up_to_the_first_message_of_the_user():
+    head = [1, 2, 8, 9]  # BOS, begin, user, new line
+    for ids in ([1, 2, 7, 9, 5, 3, 2, 8, 9, 4], [*head, 4], [5, *head, 4]):
+        assert faults.probes.from_the_user(ids, head) == ([*head, 4] if ids[2] == 7 else ids)
+
+
+def test_a_window_of_0_is_none():
+    assert "a window of 64 tokens" in {one.name for one in variants_of(peaked_model(sliding_window=0))}
+
+
 def test_a_prompt_of_one_token_is_not_cut():
     one = dataclasses.replace(world(), prompts=world().prompts[:, :1])
     assert cut_prompts(faults.probing(one, one.sample(moved(one.trainer, 0)))) == []
@@ -124,10 +129,8 @@ def test_clean_engine_is_healthy(seed, noise):
 def test_logits_that_a_bfloat16_engine_rounds_are_no_fault_beside_as_much_noise():
     at = make_world(0, 0.006, num_rows=6)
     found = diagnosis_of(Given(at.sample(reports=transforms.bfloat16_logits)), at)
-    assert (found.verdict, [(f.id, f.fault) for f in found.causes]) == (
-        "healthy",
-        [("R35", False), ("R37", False)],
-    )
+    causes = [(f.id, f.fault) for f in found.causes]
+    assert (found.verdict, causes) == ("healthy", [("R35", False), ("R37", False)])
 
 
 @pytest.mark.long
