@@ -280,6 +280,8 @@ def absent_tokens(scorer: Scorer, sample: LogitSample, temperature: float) -> li
     for hidden in sample.hidden.split(scorer.head.rows_at_a_time(scorer.device)):
         logits = scorer.head.cap(scorer.head.uncapped(hidden))
         expected += torch.softmax(logits / temperature, 1).sum(0)
+    if scorer.processor is not None:  # rows are cut before a placeholder of an image that was sampled
+        expected[scorer.processor.image_token_id] = 0.0
     expected[sample.labels] = 0.0
     ids = torch.nonzero(expected > LEAST_EXPECTED)[:, 0]
     return [int(one) for one in ids[expected[ids].argsort(descending=True)]]

@@ -555,8 +555,7 @@ HOW = {0.5: "halved", 2.0: "doubled", 0.0: "zero", -1.0: "with the other sign"}
 
 
 def times(cause: str, of: str, tensors: list[Tensor], by: float) -> Variant:
-    """Return the model with tensors times a number; in all layers, what they give may be multiplied."""
-    if "layers.*" in of and by > 0:
+    if "layers.*" in of and by > 0:  # what they give may be multiplied
         cause, of = "R54", f"{of}, or what it gives,"
     values = [(one, partial(torch.mul, other=by)) for one in tensors]
     return Variant(cause, f"{of} {HOW.get(by, f'times {by:.3g}')}", list(values), family=of.partition(",")[0])
