@@ -95,14 +95,11 @@ def describe_run(facts: Mapping[str, Any], recording: Recording = Recording()) -
     """Build the header of a run from the facts of its `start` event.
 
     Another trainer than that of this repository is `trainer`, and its main script `code`. `method`
-    is that of a supervised run.
+    is that of a supervised run, `num_rows` of its data set.
     """
     config, tokenizer, model = facts["config"], facts["tokenizer"], facts["model_path"]
-    fingerprint = environment()
-    if "trainer" in facts:
-        fingerprint = environment(facts["code"]) | {"trainer": facts["trainer"]}
-    if "method" in facts:
-        fingerprint |= {"method": facts["method"]}
+    fingerprint = environment(facts["code"]) if "trainer" in facts else environment()
+    fingerprint |= {name: facts[name] for name in ("trainer", "method", "num_rows") if name in facts}
     if "computed_by" in facts:
         fingerprint["code"] = fingerprint["code"] | facts["computed_by"]
     if "processor" in facts and facts["processor"] is not None:

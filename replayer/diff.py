@@ -369,14 +369,13 @@ def judge_size(first: StageDifference, config: dict[str, Any]) -> Verdict:
     dtype = ({"dtype": "float32"} | actor)["dtype"] if isinstance(actor, dict) else None
     if dtype not in NOISE:
         return Verdict("unknown", "no recorded setting explains it, and the trainer's precision is not known")
+    noise = "the same settings on the same batch produced different bits"
+    if first.largest is None:
+        return Verdict("kernel noise", noise)
     limit = NOISE[dtype] * max(1.0, abs(first.left) if isinstance(first.left, float) else 1.0)
-    if first.largest is None or first.largest <= limit:
-        size = (
-            ""
-            if first.largest is None
-            else f" (largest difference {first.largest:.3g}, {dtype} explains {limit:.3g})"
-        )
-        return Verdict("kernel noise", f"the same settings on the same batch produced different bits{size}")
+    if first.largest <= limit:
+        size = f"largest difference {first.largest:.3g}, {dtype} explains {limit:.3g}"
+        return Verdict("kernel noise", f"{noise} ({size})")
     return Verdict(
         "unknown",
         f"no recorded setting differs, and {first.largest:.3g} is more than the noise of {dtype} "

@@ -29,6 +29,7 @@ NAMES: dict[str, str] = {role: row["name"] for role, row in ROLES.items()}
 FIRST_STAGE: dict[str, str] = {
     role: row["first_stage"] for role, row in ROLES.items() if "first_stage" in row
 }
+USED = ", which it uses"  # of what has changed: another file
 OUR_LAMBDAS = "areal_core.algorithm.gae_lambda."  # functions that a record may name without --code
 
 
@@ -85,9 +86,14 @@ class OwnCodeState:
     changed: tuple[str, ...] = ()
     line: int | None = None
 
+    @property
+    def whose(self) -> str:
+        """What it is called, and its file."""
+        return f"{NAMES[self.role].format(self.name)} of {self.file}"
+
     def __str__(self) -> str:
-        where = f"{NAMES[self.role].format(self.name)} of {self.file}"
-        return f"{where}, changed: {', '.join(self.changed[:3])}" if self.changed else f"{where}, unchanged"
+        changed = [name.removesuffix(USED) for name in self.changed[:3]]
+        return f"{self.whose}, changed: {', '.join(changed)}" if changed else f"{self.whose}, unchanged"
 
 
 def own_code_of(header: RecordHeader, roles: Collection[str] = OWN_CODE) -> dict[str, OwnCode]:
@@ -220,16 +226,11 @@ def compare_own_code(left: RecordHeader, right: RecordHeader, is_replay: bool) -
     found = []
     for role in NAMES:
         one, other = here.get(role), there.get(role)
-        if one is None and other is None:
-            continue
-        if one is None or other is None:
-            known = one or other
-            assert known is not None
-            if role in OWN_CODE:
-                side = "A" if other is None else "B"
-                found.append(OwnCodeState(role, known.parts[1], known.file_name, (f"only {side} uses it",)))
-            continue
-        found.append(replace(changes_of(one, other), role=role))
+        if one and other:
+            found.append(replace(changes_of(one, other), role=role))
+        elif (known := one or other) and role in OWN_CODE:
+            side = "A" if one else "B"
+            found.append(OwnCodeState(role, known.parts[1], known.file_name, (f"only {side} uses it",)))
     return tuple(found)
 
 
@@ -243,9 +244,8 @@ def changes_of(one: OwnCode, other: OwnCode) -> OwnCodeState:
     names.sort(
         key=lambda name: (name.partition(".")[0] != other.parts[1], name == OF_MODULE, line_of(other, name))
     )
-    outside = f"{other.file_name} outside of functions"
-    changed = [outside if name == OF_MODULE else f"function {name}" for name in names]
-    changed += differing(one.uses, other.uses)
+    changed = ["code outside of functions" if name == OF_MODULE else f"function {name}" for name in names]
+    changed += [f"{name}{USED}" for name in differing(one.uses, other.uses)]
     if one.parts[1] != other.parts[1]:
         changed.insert(0, f"{one.parts[1]} in its place before")
     if not (one.functions and other.functions) and one.sha256 != other.sha256:

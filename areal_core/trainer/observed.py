@@ -32,6 +32,7 @@ class ObservedRun:
 
     method: str | None = None
     config: Any
+    train_dataset: Sequence[Any] | None
     ranks: Ranks
     tokenizer: PreTrainedTokenizerBase
     processor: VisionProcessor | None
@@ -115,7 +116,8 @@ class ObservedRun:
 
     def _observe_start(self) -> None:
         """Send `start` with what describes the run."""
-        method = {} if self.method is None else {"method": self.method}
+        method: dict[str, Any] = {} if self.method is None else {"method": self.method}
+        method |= {"num_rows": len(self.train_dataset)} if self.train_dataset else {}
         if self.config.debug.dump_rollout_data and not self.observers and self.ranks.rank == 0:
             logger.warning(
                 "debug.dump_rollout_data is true and nothing records: read the config with areal_debug.wiring.wire, "

@@ -128,6 +128,7 @@ def diff_environment(recorded: dict[str, Any], current: dict[str, Any]) -> tuple
     """
     sides = [dict(side) for side in (recorded, current)]
     for side in sides:
+        side.pop("num_rows", None)  # of data, which a replay does not have
         if isinstance(code := side.get("code"), dict):
             side["code"] = {name: code[name] for name in ("commit", "dirty_sha256") if name in code}
     if all(isinstance(side.get("variables"), dict) for side in sides):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from recorder.environment import VARIABLES
 from recorder.format import RecordHeader
-from replayer.own_code import FIRST_STAGE, NAMES, compare_own_code, differing, members
+from replayer.own_code import FIRST_STAGE, USED, compare_own_code, differing, members
 
 Kind = Literal["commit", "own code", "script", "library", "variable"]
 NAMED = {
@@ -54,14 +54,16 @@ def code_differences(
     here, there = left.environment, right.environment
     codes = code_of(left), code_of(right)
     own: dict[tuple[Any, Any], CodeDifference] = {}  # of the user's own loss, advantage, reward and the like
-    for one in compare_own_code(left, right, is_replay):
+    compared = compare_own_code(left, right, is_replay)
+    for one in compared:
         if one.changed and (one.file, one.changed[0]) not in own:
-            what = f"{one.changed[0]} of {one.file} ({NAMES[one.role].format(one.name)})"
-            acts = FIRST_STAGE.get(one.role, "batch")
-            own[one.file, one.changed[0]] = CodeDifference(
-                "own code", what, one.file, one.line, acts_from=acts
+            first, acts = one.changed[0], FIRST_STAGE.get(one.role, "batch")
+            file = first.removesuffix(USED) if first.endswith(USED) else one.file
+            own[one.file, first] = CodeDifference(
+                "own code", f"{one.whose} ({first})", file, one.line, acts_from=acts
             )
-    named = {item.file for item in own.values()}
+    used = [name.removesuffix(USED) for one in compared for name in one.changed if name.endswith(USED)]
+    named = {*used, *(item.file for item in own.values())}
     return (
         *own.values(),
         *commit_differences(*codes),
@@ -97,10 +99,11 @@ def commit_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Ite
     files = members(left, "dirty_files"), members(right, "dirty_files")
     if "dirty_files" in left and "dirty_files" in right:
         for name in differing(*files):
-            sides = " and ".join(side for side, dirty in zip("AB", files, strict=True) if name in dirty)
-            yield CodeDifference("commit", f"uncommitted changes of {name} in {sides}", name)
+            sides = [side for side, dirty in zip("AB", files, strict=True) if name in dirty]
+            whose = f"{sides[0]} alone has" if len(sides) == 1 else "A and B have other"
+            yield CodeDifference("commit", f"{whose} uncommitted changes of {name}", name)
     elif left.get("dirty_sha256") != right.get("dirty_sha256"):
-        yield CodeDifference("commit", "uncommitted changes of files that are not known")
+        yield CodeDifference("commit", "A and B have other uncommitted changes, of files that are not known")
 
 
 def script_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:

@@ -378,11 +378,8 @@ def permuted(pairs: Pairs, rows: Sequence[RowPair]) -> Pattern | None:
         and np.array_equal(np.sort(row.left), np.sort(row.right))
         for row in rows
     ):
-        how = (
-            "reversed"
-            if all(np.array_equal(row.left, row.right[::-1]) for row in rows)
-            else "in another order"
-        )
+        is_reversed = all(np.array_equal(row.left, row.right[::-1]) for row in rows)
+        how = "reversed" if is_reversed else "in another order"
         return Pattern("permuted", f"the values of {count(len(rows), 'row')} are the same, {how}", len(left))
     contents = [
         Counter(side.tobytes() for side in sides)

@@ -20,6 +20,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from areal_core.config.presets import shown as spelled
+from areal_core.config.train_engine import OWN_CODE
 from recorder import Record
 from recorder.difference import Difference
 from recorder.environment import VARIABLES
@@ -107,11 +108,7 @@ def settings_of(case: Case) -> list[Setting]:
         found.append(Setting("model", item.where, item.recorded, item.current, True, reads))
     for item in header.environment:
         if item.where.split(".")[0] not in OF_CODE:
-            acts = (
-                first.stage != "batch"
-                or case.kind_of_batch == "engine"
-                or item.where.split(".")[0] == "python"
-            )
+            acts = first.stage != "batch" or case.kind_of_batch == "engine" or item.where == "python"
             why = f"can act on the {first.stage}" if acts else "does not act on rows and masks"
             found.append(Setting("environment", item.where, item.recorded, item.current, acts, why))
     for outside in case.outside:
@@ -141,9 +138,7 @@ def option_acts(case: Case, item: Difference) -> tuple[bool, str]:
     if stage != "batch" and option.startswith(tuple(TABLE["only_batch"])):
         return False, "acts on the batch, which is equal"
     names = TABLE["options"].get(case.kind_of_batch)
-    if names is not None and not any(
-        name in option if name == "reward" else option.startswith(name) for name in names
-    ):
+    if names is not None and not option.startswith(tuple(names)):
         return False, f"does not act on {case.kind_of_batch}"
     return True, f"acts on the {acts}" + (" and after" if acts != stage else "")
 
@@ -157,23 +152,23 @@ def config_candidates(case: Case, settings: Sequence[Setting]) -> Iterator[Findi
     acting.sort(key=lambda item: -STAGES.index(acts_from(item.where)))
     nearest = acting[0]
     overrides = tuple(f"{item.where}={spelled(item.right)}" for item in acting)
+    is_own_code = any(item.where.removeprefix("actor.") in OWN_CODE for item in acting)
+    names = listed([item.where for item in acting])
     what = f"{nearest.where} is {shown(nearest.left)} in A and {shown(nearest.right)} in B"
     if len(acting) > 1:
-        what = f"{listed([item.where for item in acting])} were set differently ({what})"
+        what = f"{names} were set differently ({what})"
     distance = STAGES.index(stage) - STAGES.index(acts_from(nearest.where))
-    evidence = (
-        f"{listed([item.where for item in acting])} {'act' if len(acting) > 1 else 'acts'} on the {stage}"
-    )
+    evidence = f"{names} {'act' if len(acting) > 1 else 'acts'} on the {stage}"
     yield Finding(
         Cause("config", what),
         "low",
         (evidence if case.left.header.trainer is None else nearest.why,),
         f"B, run again with {nearest.where}={spelled(nearest.left)}, still differs from A there",
         diff_command(case)
-        if stage == "batch" or not has_plans
+        if stage == "batch" or not has_plans or is_own_code
         else replay_command(case.left, case.step, overrides[0]),
         distance=distance,
-        settings=overrides,
+        settings=() if is_own_code else overrides,  # no record decides that code runs
     )
 
 
@@ -239,8 +234,9 @@ def outside_candidates(case: Case) -> Iterator[Finding]:
     for item in case.outside:
         if not outside_acts(case, item):
             continue
-        kind: Kind = "environment" if item.kind in ("variable", "library") else "code"
-        if item.kind in ("variable", "library"):
+        is_data = item.file is not None and item.file.endswith(tuple(TABLE["data_files"]))
+        kind: Kind = "environment" if item.kind in ("variable", "library") else "data" if is_data else "code"
+        if item.kind in ("variable", "library", "commit"):
             what = item.what
         elif item.used_by == "both":
             what = f"{item.what} differs between A and B"
@@ -249,7 +245,7 @@ def outside_candidates(case: Case) -> Iterator[Finding]:
         yield Finding(
             Cause(kind, what, item.file, item.line),
             "low",
-            (f"{item.what} can act on the {case.first.stage}",),
+            (f"can act on the {case.first.stage}: {item.what}",),
             f"B, run again with A's {item.kind}, still differs from A there",
             diff_command(case),
             distance=distance_of(case, item),
@@ -259,7 +255,8 @@ def outside_candidates(case: Case) -> Iterator[Finding]:
 def outside_acts(case: Case, item: "CodeDifference") -> bool:
     """Return whether code or a variable can act: what only rounds acts on no rows or rewards."""
     if item.kind == "commit":
-        return item.file is not None  # a commit is judged by its own changes
+        # a commit is judged by its own changes
+        return item.file is not None and not item.file.endswith(tuple(TABLE["prose_files"]))
     if item.kind == "own code":
         return STAGES.index(item.acts_from) <= STAGES.index(case.first.stage)
     is_rounding = item.kind == "variable" and item.what.split()[0] in VARIABLES_OF_KERNELS
@@ -360,7 +357,10 @@ def aligned_finding(case: Case, command: str) -> Finding | None:
 
 
 def order_finding(case: Case, command: str) -> Finding:
-    """Judge another order of the prompts: of the data set, if no run shuffles."""
+    """Judge another order of the prompts: of the data set, if no run shuffles or its size differs."""
+    sizes = [record.header.environment.get("num_rows") for record in (case.left, case.right)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        return finding("num_rows", command, left=sizes[0], right=sizes[1])
     in_order = all(
         False in (member(record.header.config, name) for name in ("train_dataset.shuffle", "shuffle_dataset"))
         for record in (case.left, case.right)

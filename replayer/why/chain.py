@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from recorder import Record
+from replayer.check import member
 from replayer.commits.outside import code_differences, unknown_code
 from replayer.compare.patterns import causal_tensor, find_pattern, same_weights
+from replayer.compare.relations import count, listed
 from replayer.compare.stages import STAGES
 from replayer.diff import DiffReport, common_steps, diff_records
 from replayer.errors import ReplayError
-from replayer.own_code import NAMES, compare_own_code
+from replayer.own_code import compare_own_code
 from replayer.why.causes import (
     Case,
     History,
@@ -73,9 +75,9 @@ def explain(left: Record, right: Record, options: Options, is_replay: bool = Fal
 
 def identical(left: Record, right: Record, report: DiffReport, is_replay: bool) -> WhyReport:
     """Return that all common steps have the same bits, and what was set without effect."""
-    count = f"{report.num_compared} of {report.num_shared} common steps compared"
+    compared = f"{report.num_compared} of {report.num_shared} common steps compared"
     what = "all that both records know has the same bits" if report.not_known else "all have the same bits"
-    count += " by their recorded checksums" * report.by_checksums
+    compared += " by their recorded checksums" * report.by_checksums
     header = report.set_differently
     settings = tuple(
         Setting(section, item.where, item.recorded, item.current, False, "had no effect on any number")
@@ -83,7 +85,7 @@ def identical(left: Record, right: Record, report: DiffReport, is_replay: bool) 
         for item in getattr(header, section)
     )
     only = [
-        f"{len(steps)} steps from {steps[0]} to {steps[-1]} are only in {side}"
+        f"{side} alone has {count(len(steps), 'step')} ({listed(list(map(str, steps)))})"
         for side, steps in (("A", report.only_left), ("B", report.only_right))
         if steps
     ]
@@ -91,7 +93,7 @@ def identical(left: Record, right: Record, report: DiffReport, is_replay: bool) 
         left.path,
         right.path,
         "identical",
-        f"{count}, {what}",
+        f"{compared}, {what}",
         report.num_compared,
         report.num_shared,
         settings=settings,
@@ -141,7 +143,8 @@ def weights_before(left: Record, right: Record, step: int) -> bool | None:
     if earlier:
         return same_weights(left.step(earlier[-1]), right.step(earlier[-1]))
     files = [record.header.model["files"] for record in (left, right)]
-    return files[0] == files[1] if step == 0 and all(files) else None
+    critics = [member(record.header.config, "critic.path") for record in (left, right)]
+    return files[0] == files[1] if step == 0 and all(files) and critics[0] == critics[1] else None
 
 
 def find_cause(case: Case, settings: Sequence[Setting], options: Options) -> Finding:
@@ -157,7 +160,8 @@ def find_cause(case: Case, settings: Sequence[Setting], options: Options) -> Fin
     around = [*outside_candidates(case), *environment_candidates(case, settings)]
     around.sort(key=lambda candidate: candidate.distance)
     if not config and around and around[0].distance < 0:  # the user's own code
-        alone = len(around) == 1 and len(set(commits_of(case))) == 1
+        # a file without the function that differs may have another comment alone
+        alone = len(around) == 1 and len(set(commits_of(case))) == 1 and around[0].cause.line is not None
         return around[0].sure("high" if alone else "medium")
     history = read_history(case, options.repository, commits_of(case))
     notes: tuple[str, ...] = (history,) if isinstance(history, str) else ()
@@ -184,7 +188,8 @@ def find_cause(case: Case, settings: Sequence[Setting], options: Options) -> Fin
             return found.with_evidence(*notes)
         notes += ("A has the same numbers by the code of both commits",)
     if around:
-        return around[0].sure("high" if len(around) == 1 and not notes else "medium", *notes)
+        is_sure = len(around) == 1 and not notes and case.left.header.trainer is None
+        return around[0].sure("high" if is_sure else "medium", *notes)
     if isinstance(history, History) and code is None and can_replay:
         # what a stage runs is read from its code, which may call what cannot be read
         found = code_finding(case, history, False, options)
@@ -205,7 +210,7 @@ def report_of(
     report, pattern = case.report, case.pattern
     equal = ["weights before the step"] if case.weights_before else []
     own = compare_own_code(case.left.header, case.right.header, case.is_replay)
-    equal += [f"{NAMES[one.role].format(one.name)} of {one.file}" for one in own if not one.changed]
+    equal += [one.whose for one in own if not one.changed]
     earlier = STAGES[: STAGES.index(case.first.stage)]
     equal += [stage for stage in earlier if stage not in report.not_compared]
     last = common_steps(case.left, case.right)[-1]

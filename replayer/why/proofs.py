@@ -112,12 +112,8 @@ def isolated(case: Case, candidate: Finding, run: Callable[..., Record | None], 
         note(f"replaying step {case.step} of A with {setting}")
         changed = run(case.left, case.step, (setting,))
         if changed is not None and not is_before(first_of(changed, case.right, case.step), case.first):
-            name = setting.split("=")[0]
-            return replace(
-                candidate,
-                cause=replace(candidate.cause, what=f"{name} was set differently ({setting} in B)"),
-                settings=(setting,),
-            )
+            what = f"{setting.partition('=')[0]} was set differently ({setting} in B)"
+            return replace(candidate, cause=replace(candidate.cause, what=what), settings=(setting,))
     return candidate
 
 

@@ -42,7 +42,7 @@ def header(code=CODE, **environment):
         ({"commit": "b" * 40}, CodeDifference("commit", "commit aaaaaaaaaa in A, bbbbbbbbbb in B")),
         (
             {"dirty_sha256": "9", "dirty_files": {"core/loss.py": "9"}},
-            CodeDifference("commit", "uncommitted changes of core/loss.py in B", "core/loss.py"),
+            CodeDifference("commit", "B alone has uncommitted changes of core/loss.py", "core/loss.py"),
         ),
         (
             {"script": {"path": "/home/b/train.py", "sha256": "9"}},

@@ -116,7 +116,7 @@ def test_the_function_that_differs_is_named_and_no_other(record, source):
     now, found = changed(record, source, "# moved\n" + SOURCE.replace("2.0", "2.1"))
     assert (str(found), found.line) == ("the loss function loss() of own_loss.py, changed: function gate", 3)
     (difference,) = code_differences(record.header, now.header, is_replay=True)
-    assert difference.what == "function gate of own_loss.py (the loss function loss())"
+    assert difference.what == "the loss function loss() of own_loss.py (function gate)"
     assert (difference.file, difference.line, difference.acts_from) == ("own_loss.py", 3, "loss")
     first = StageDifference("loss", "loss", 1.0, 1.1)
     assert (
@@ -125,7 +125,7 @@ def test_the_function_that_differs_is_named_and_no_other(record, source):
     )
     assert judge_own_code(record, now, replace(first, stage="advantages")) is None  # it acts later
     _, found = changed(record, source, "FACTOR = 3\n" + SOURCE)
-    assert found.changed == ("own_loss.py outside of functions",)
+    assert found.changed == ("code outside of functions",)
     _, found = changed(record, source, SOURCE.replace("def loss", "def other"), "other")
     assert found.changed[:2] == ("loss in its place before", "function other")
 

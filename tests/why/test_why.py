@@ -144,9 +144,14 @@ def test_a_variable_of_kernels_changes_no_reward(tmp_path):
     assert (answer.finding.cause.kind, answer.finding.confidence) == ("unknown", "low")
     assert "the code of A and B is not recorded" in answer.finding.evidence[1]
     assert answer.to_dict()["row"] == 2
-    code = {"code": {"commit": "0" * 40, "dirty_sha256": None}}
-    answer = ask(tmp_path / "known", rewarded, header(both | code), header(both | code))
+    code = {"commit": "0" * 40, "dirty_files": {}}
+    known, dirty = (header({"code": code | {"dirty_files": d}}) for d in ({}, {"a.md": "1", "b.json": "2"}))
+    answer = ask(tmp_path / "known", rewarded, known, known)
     assert (answer.finding.cause.kind, answer.finding.confidence) == ("nondeterminism", "medium")
+    cause = ask(tmp_path / "dirty", rewarded, dirty, known).finding.cause
+    assert (cause.kind, cause.what) == ("data", "B alone has uncommitted changes of b.json")
+    agents = (replace(known, config=CONFIG | {"rollout": {"agent": {"turn_discount": x}}}) for x in (1, 2))
+    assert ask(tmp_path / "agent", rewarded, *agents).finding.cause.kind == "config"
 
 
 def test_a_last_bit_with_equal_settings_is_nondeterminism_and_more_is_unknown(tmp_path):
@@ -176,6 +181,8 @@ def test_prompts_of_other_content_are_data_and_another_order_is_not_determined(t
     answer = ask(tmp_path / "order", shuffled)
     assert answer.finding.cause.kind == "nondeterminism"
     assert "order of the prompts" in answer.finding.cause.what
+    answer = ask(tmp_path / "size", shuffled, *(header({"num_rows": size}) for size in (63, 64)))
+    assert answer.finding.cause.what.startswith("the data set has 64 rows in A and 63 in B, and")
     in_order = replace(OURS, config=CONFIG | {"train_dataset": {"shuffle": False}})
     answer = ask(tmp_path / "in order", shuffled, in_order, in_order)
     assert answer.finding.cause.what == "the rows of B's data set have another order"
@@ -184,8 +191,8 @@ def test_prompts_of_other_content_are_data_and_another_order_is_not_determined(t
 @pytest.mark.parametrize(
     ("order", "what"),
     [
-        ([0, 1, 3, 4, 5, 6, 7, 8], "lacks 1 prompt of A's, and every later one comes earlier"),
-        ([0, 1, 9, 2, 3, 4, 5, 6], "has 1 prompt that A's lacks, and every later one comes later"),
+        ([0, 1, 3, 4, 5, 6, 7, 8], "has 1 prompt less than A's, and every later one comes earlier"),
+        ([0, 1, 1, 2, 3, 4, 5, 6], "has 1 prompt more than A's, and every later one comes later"),
         ([0, 1, 3, 4, 5, 2, 6, 7], "1 prompt of A's data set moved to another place in B's"),
     ],
 )
