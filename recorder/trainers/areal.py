@@ -71,7 +71,12 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
         for number, batch in enumerate(batches):
             if not isinstance(batch, dict) or not batch.keys() >= KEYS:
                 raise ForeignFormat(f"{file} is not a batch of AReaL: it lacks one of {sorted(KEYS)}")
-            parsed = parse_batch(batch, number if isinstance(document, list) else None)
+            group = number if isinstance(document, list) else None  # else by `prompt_id`, or by the prompt
+            lengths = np.asarray(batch["attention_mask"]).astype(bool).sum(axis=1)
+            parsed = [
+                parse_row(batch, row, int(length), group, f"{file}, row {row}")
+                for row, length in enumerate(lengths)
+            ]
             inputs = optional(batch, "multi_modal_input", ())
             samples += [
                 replace(sample, **pictures_in(inputs[row] if row < len(inputs) else None, None, notes))
@@ -86,13 +91,7 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
     return Foreign("areal", steps, [*counted(notes), *left_out])
 
 
-def parse_batch(document: Mapping[str, Any], group: int | None) -> list[Sample]:
-    """Parse the rows of a padded batch; without `group`, by `prompt_id` or by the prompt."""
-    lengths = np.asarray(document["attention_mask"]).astype(bool).sum(axis=1)
-    return [parse_row(document, row, int(length), group) for row, length in enumerate(lengths)]
-
-
-def parse_row(document: Mapping[str, Any], row: int, length: int, group: int | None) -> Sample:
+def parse_row(document: Mapping[str, Any], row: int, length: int, group: int | None, where: str) -> Sample:
     """Parse one row, without its padding."""
 
     def column(name: str) -> Any:
@@ -112,5 +111,5 @@ def parse_row(document: Mapping[str, Any], row: int, length: int, group: int | N
         reward=float(document["rewards"][row]),
         group=group,
         finish_reason=None if reasons is None else int(reasons[row]),
-        where=f"row {row}",
+        where=where,
     )

@@ -23,7 +23,7 @@ from recorder.trainers.foreign import (
     optional,
     sequence_sample,
 )
-from recorder.trainers.sample import Sample
+from recorder.trainers.sample import PerToken, Sample, as_numpy
 
 FILES = r"step_\d+\.jsonl"
 MEMBERS = {"format_version", "tokens", "prompt_mask", "advantages"}
@@ -40,7 +40,8 @@ def parse_row(row: Mapping[str, Any], where: str) -> Sample:
     if (version := member(row, "format_version", where)) != VERSION:
         raise ForeignFormat(f"{where} has format_version {version}, {VERSION} expected")
     tokens = as_tokens(member(row, "tokens", where), where)
-    prompt = np.asarray(member(row, "prompt_mask", where), bool)
+    given = as_numpy(member(row, "prompt_mask", where), f"{where}, prompt_mask", bool)
+    prompt = PerToken(len(tokens), None, where).whole("prompt_mask", given, 0)
     size = len(tokens) if prompt.all() else int((~prompt).argmax())
     mask = optional(row, "loss_mask") or np.arange(len(tokens)) >= size
     return sequence_sample(
@@ -48,7 +49,7 @@ def parse_row(row: Mapping[str, Any], where: str) -> Sample:
         mask,
         logprobs=optional(row, "logprobs"),
         learning={"advantages": optional(row, "advantages")},
-        reward=number_or_none(optional(row, "reward")),
+        reward=number_or_none(optional(row, "reward"), f"{where}, reward"),
         group=tokens[:size].tobytes(),
         prompt_length=size,
         where=where,

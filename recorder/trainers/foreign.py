@@ -11,7 +11,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ import numpy as np
 
 from areal_core.safety.printable import printable
 from areal_core.safety.received import MOST_BYTES, open_received, read_received
-from recorder.errors import ForeignFormat, UnfinishedFile
+from recorder.errors import ForeignFormat, RecordError, UnfinishedFile
 from recorder.trainers.batches import unknown_value
-from recorder.trainers.sample import FINISH_REASONS, Sample, as_numpy, token_ids
+from recorder.trainers.sample import FINISH_REASONS, PerToken, Sample, as_numpy, token_ids
+from recorder.trainers.sample import number as to_float
 
 NO_WEIGHTS = "weights and optimizer are not in the file: choose the model for a replay"
 NO_VERSIONS = "weight versions are not in the file"
@@ -67,40 +69,18 @@ def counted(notes: Sequence[str]) -> list[str]:
 
 
 def completion_sample(
-    prompt: Any,
-    completion: Any,
-    *,
-    where: str,
-    loss_mask: Any = None,
-    logprobs: Any = None,
-    versions: Any = None,
-    learning: Mapping[str, Any] | None = None,
-    **known: Any,
+    prompt: Any, completion: Any, *, where: str, loss_mask: Any = None, **known: Any
 ) -> Sample:
     """Build a sample whose values per token cover the completion alone.
 
-    Without a mask, all tokens of the completion are trained on. `known` are further members of
-    Sample. Raises ForeignFormat if lengths differ.
+    Without a mask, all tokens of the completion are trained on. `known` are further arguments of
+    `sequence_sample`. Raises RecordError if lengths differ.
     """
     prompt, completion = as_tokens(prompt, where), as_tokens(completion, where)
-    mask = np.ones(len(completion), np.int32) if loss_mask is None else loss_mask
-
-    def whole(values: Any, fill: int = 0) -> Any:
-        if values is None:
-            return None
-        if len(values) != len(completion):
-            raise ForeignFormat(
-                f"{where}: {len(values)} values per token for {len(completion)} tokens of completion"
-            )
-        return np.concatenate([np.full(len(prompt), fill), np.asarray(values, np.float64)])
-
     return sequence_sample(
         np.concatenate([prompt, completion]),
-        whole(mask),
+        np.ones(len(completion)) if loss_mask is None else loss_mask,
         where=where,
-        logprobs=whole(logprobs),
-        versions=whole(versions, -1),
-        learning={name: whole(values) for name, values in (learning or {}).items()},
         prompt_length=len(prompt),
         **known,
     )
@@ -116,28 +96,32 @@ def sequence_sample(
     learning: Mapping[str, Any] | None = None,
     **known: Any,
 ) -> Sample:
-    """Build a sample whose values per token cover the whole sequence.
+    """Build a sample whose values per token cover the whole sequence, or what is after the prompt.
 
     Values of `learning` that are None are left out. Without `prompt_length`, the completion begins
-    at the first token in the mask. Raises ForeignFormat if lengths differ.
+    at the first token in the mask. `known` are further members of Sample. Raises RecordError if
+    lengths differ, and for a mask of other values than 0 and 1.
     """
     ids = as_tokens(tokens, where)
+    rows = PerToken(len(ids), known.get("prompt_length"), where)
 
-    def per_token(values: Any, dtype: type) -> Any:
-        if values is not None and len(values) != len(ids):
-            raise ForeignFormat(f"{where}: {len(values)} values per token for {len(ids)} tokens")
-        return None if values is None else np.asarray(values, dtype)
+    def per_token(name: str, values: Any, dtype: type, fill: int = 0) -> Any:
+        return None if values is None else rows.whole(name, as_numpy(values, f"{where}, {name}", dtype), fill)
 
-    mask = per_token(loss_mask, np.int32)
+    mask = per_token("loss_mask", loss_mask, np.float64)
+    if mask is not None:
+        if len(wrong := mask[(mask != 0) & (mask != 1)]):
+            raise ForeignFormat(f"{where}, loss_mask: a value is {wrong[0]:g}, 0 or 1 expected")
+        mask = mask.astype(np.int32)
     if "prompt_length" not in known and mask is not None and mask.any():
         known["prompt_length"] = int((mask != 0).argmax())
     return Sample(
         tokens=ids,
         loss_mask=mask,
-        logprobs=per_token(logprobs, np.float32),
-        versions=per_token(versions, np.int32),
+        logprobs=per_token("logprobs", logprobs, np.float32),
+        versions=per_token("versions", versions, np.int32, -1),
         learning={
-            name: per_token(values, np.float32)
+            name: per_token(name, values, np.float32)
             for name, values in (learning or {}).items()
             if values is not None
         },
@@ -169,14 +153,26 @@ def prompt_group(tokens: np.ndarray, loss_mask: np.ndarray) -> Hashable:
     return tokens[: int((loss_mask != 0).argmax())].tobytes() if loss_mask.any() else None
 
 
-def member(document: Mapping[str, Any], name: str, where: str) -> Any:
-    """Return a mandatory member.
-
-    Raises ForeignFormat, which lists the present ones, if it is absent.
-    """
+def member(document: Mapping[str, Any], name: str, where: str, kind: type = object) -> Any:
+    """Return a mandatory member. Raises ForeignFormat, with what there is, if it is absent or of another kind."""
     if name not in document:
         raise ForeignFormat(f"{where} has no {name!r}, only {sorted(map(str, document))[:20]}")
+    if not isinstance(document[name], kind):
+        value = printable(repr(document[name]), 60)
+        raise ForeignFormat(f"{where}: {name} is {value}, {kind.__name__} expected")
     return document[name]
+
+
+@contextmanager
+def read_at(where: str) -> Iterator[None]:
+    """Raise what values of any type and shape cause as a ForeignFormat that names their place."""
+    try:
+        yield
+    except (RecordError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {printable(str(error), 300)}"
+        raise ForeignFormat(f"{where} is not what a known framework writes ({what})") from None
 
 
 def optional(document: Mapping[str, Any], name: str, default: Any = None) -> Any:
@@ -185,9 +181,9 @@ def optional(document: Mapping[str, Any], name: str, default: Any = None) -> Any
     return default if value is None else value
 
 
-def number_or_none(value: Any) -> float | None:
-    """Return a float, None for None and NaN."""
-    return None if value is None or value != value else float(value)
+def number_or_none(value: Any, where: str) -> float | None:
+    """Return a float, None for None and NaN. Raises RecordError."""
+    return None if value is None or value != value else to_float(value, where)
 
 
 def finish_reason_of(name: str | None) -> int | None:
@@ -285,7 +281,8 @@ def read_steps(
     steps, notes, first = [], [], None
     for name, paths in files:
         try:
-            steps.append(Step(name, read(paths)))
+            with read_at(str(paths[0])):
+                steps.append(Step(name, read(paths)))
         except UnfinishedFile as error:
             notes += cut_off(paths, read)
             first = first or error
@@ -309,7 +306,7 @@ def read_files(
 
 def lines_of(parse: Callable[[dict[str, Any], str], Sample]) -> ReadFile:
     """Return a reader of files with a JSON object per sample, which `parse` gets with its place."""
-    return lambda file, notes: [parse(line.row, line.where) for line in json_lines(file)]
+    return lambda file, notes: [line.parsed(parse) for line in json_lines(file)]
 
 
 def cut_off(paths: Sequence[Path], read: Callable[[Sequence[Path]], object]) -> list[str]:
@@ -342,6 +339,10 @@ class Line:
 
     where: str
     row: dict[str, Any]
+
+    def parsed(self, parse: Callable[[dict[str, Any], str], Sample]) -> Sample:
+        with read_at(self.where):
+            return parse(self.row, self.where)
 
 
 def json_lines(file: Path, cut: list[str] | None = None) -> list[Line]:

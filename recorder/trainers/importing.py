@@ -43,6 +43,7 @@ from recorder.trainers.foreign import (
     Source,
     find_source,
     lines_of,
+    read_at,
     read_files,
     with_members,
 )
@@ -129,11 +130,8 @@ def read_foreign(path: Path, format_name: str | None = None) -> Foreign:
     else:
         if name is None and (path / "record.json").is_file():
             raise ForeignFormat(f"{path} is a record already: areal-debug record show {path}")
-        raise ForeignFormat(
-            f"{path} has no files of {name}"
-            if name
-            else f"{path} has no known format: choose one with --from {'|'.join(FORMATS)}"
-        )
+        unknown = f"no known format: choose one with --from {'|'.join(FORMATS)}"
+        raise ForeignFormat(f"{path} has " + (f"no files of {name}" if name else unknown))
     steps = [step for step in foreign.steps if step.samples]
     if not steps:
         raise ForeignFormat(f"{path} has no samples of {foreign.format}")
@@ -180,7 +178,7 @@ def write_import(
     model: dict[str, Any],
 ) -> Imported:
     """Read the source and write the record. Raises RecordError, MemoryError, OSError."""
-    try:
+    with read_at(str(source)):
         foreign = read_foreign(source, format_name)
         notes = [*foreign.notes, *missing_notes(foreign)]
         clear_record(folder)
@@ -193,13 +191,6 @@ def write_import(
         write_end(folder, True, link)
         samples = [sample for step in foreign.steps for sample in step.samples]
         num_tokens = sum(sample.num_tokens for sample in samples)
-    except (RecordError, MemoryError, OSError):
-        raise
-    except Exception as error:  # what others wrote may have any type and shape anywhere
-        what = f"{type(error).__name__}: {printable(str(error), 300)}"
-        raise ForeignFormat(
-            f"{source} is not what {format_name or 'a known framework'} writes ({what})"
-        ) from None
     steps = tuple(step.name for step in foreign.steps)
     return Imported(foreign.format, steps, len(samples), num_tokens, tuple(notes))
 

@@ -162,7 +162,7 @@ def dumped_row(wrapped: Mapping[str, Any], where: str) -> Sample:
     text = text_of(member(row, "content", where))
     member(row, "rewards", where)
     if "token_ids" not in row:
-        reward = number_or_none(optional(row, "filtered_rewards", row["rewards"]))
+        reward = number_or_none(optional(row, "filtered_rewards", row["rewards"]), f"{where}, reward")
         return Sample(tokens=None, reward=reward, group=text[0] if text else None, text=text)
     return parse_row(row, text, where)
 
@@ -184,7 +184,7 @@ def parse_row(row: Mapping[str, Any], text: tuple[str, str] | None, where: str) 
         return None if values is None else np.asarray(values[:length])  # the rest is padding
 
     tokens, mask = column("token_ids"), column("token_loss_mask")
-    reward = number_or_none(optional(row, "filtered_rewards", optional(row, "rewards")))
+    reward = number_or_none(optional(row, "filtered_rewards", optional(row, "rewards")), f"{where}, reward")
     if tokens is None or mask is None:  # what there is, without a place in the text
         return Sample(
             tokens=None, loss_mask=mask, logprobs=column("generation_logprobs"), reward=reward, text=text

@@ -41,8 +41,8 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
     notes, num_rows = [*NOTES], 0
     for file in files:
         for line in json_lines(file, notes):
-            step, index = (int(member(line.row, name, line.where)) for name in ("step", "sample_idx"))
-            samples[step][index] = parse_row(line.row, line.where)
+            step, index = (member(line.row, name, line.where, int) for name in ("step", "sample_idx"))
+            samples[step][index] = line.parsed(parse_row)
             num_rows += 1
     if again := num_rows - sum(map(len, samples.values())):
         notes.append(f"{again} samples of steps that were run again are left out: the last ones are taken")
@@ -52,13 +52,13 @@ def read(source: Source, files: Sequence[Path]) -> Foreign:
 
 def parse_row(row: Mapping[str, Any], where: str) -> Sample:
     response = member(row, "response_tokens", where)
-    advantage = number_or_none(optional(row, "advantage"))
+    advantage = number_or_none(optional(row, "advantage"), f"{where}, advantage")
     sample = completion_sample(
         member(row, "prompt_tokens", where),
         response,
         logprobs=optional(row, "logprobs"),
         learning={"advantages": None if advantage is None else np.full(len(response), advantage)},
-        reward=number_or_none(member(row, "reward", where)),
+        reward=number_or_none(member(row, "reward", where), f"{where}, reward"),
         group=member(row, "prompt_idx", where),
         finish_reason=finish_reason_of(optional(row, "finish_reason")),
         where=where,

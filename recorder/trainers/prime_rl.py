@@ -112,7 +112,7 @@ def read_step(files: Sequence[Path], notes: list[str]) -> list[Sample]:
     """Read the samples of a step; add to the notes what they lack."""
     if files[0].suffix == ".jsonl":
         notes.append(BY_MASK)
-        return [parse_export(line.row, line.where) for file in files for line in json_lines(file)]
+        return [line.parsed(parse_export) for file in files for line in json_lines(file)]
     documents = {file: unpack_file(file) for file in files}
     if re.fullmatch(BATCH, files[0].name):
         return [
@@ -154,7 +154,10 @@ def batch_of(document: list[Any], file: Path) -> list[Any]:
 
 def parse_sample(members: Mapping[str, Any], where: str, notes: list[str]) -> Sample:
     """Parse a sample of the orchestrator, with or without a split of prompt and completion."""
-    known: dict[str, Any] = {"reward": number_or_none(optional(members, "reward")), "where": where}
+    known: dict[str, Any] = {
+        "reward": number_or_none(optional(members, "reward"), f"{where}, reward"),
+        "where": where,
+    }
     known |= pictures_in(image_inputs(members), None, notes)
     if "token_ids" in members:
         notes.append(BY_MASK)
@@ -246,7 +249,7 @@ def make_sample(columns: Mapping[str, np.ndarray], where: str) -> Sample:
         columns["loss_mask"],
         logprobs=columns["inference_logprobs"],
         learning={name: columns.get(key) for key, name in COLUMNS.items()},
-        reward=number_or_none(rewards[0]) if len(rewards) else None,
+        reward=number_or_none(rewards[0], f"{where}, reward") if len(rewards) else None,
         extras=experts_of(experts, len(columns["input_ids"]), where),
         where=where,
     )

@@ -187,9 +187,9 @@ def rewards_of(
     Raises ForeignFormat if a dict has several and none is chosen.
     """
     if not isinstance(reward, Mapping):
-        return number_or_none(reward), {}
+        return number_or_none(reward, f"{where}, reward"), {}
     scores = {
-        str(name): number_or_none(value)
+        str(name): number_or_none(value, f"{where}, reward")
         for name, value in reward.items()
         if value is None or isinstance(value, int | float)
     }

@@ -16,6 +16,7 @@ from recorder.trainers.foreign import (
     Source,
     Step,
     json_lines,
+    member,
     number_or_none,
     of_one_run,
 )
@@ -36,7 +37,7 @@ def read_areal(source: Source, files: Sequence[Path]) -> Foreign:
     steps = [
         Step(
             folder.name,
-            [areal_row(line.row) for path in paths for line in json_lines(path, cut)],
+            [line.parsed(areal_row) for path in paths for line in json_lines(path, cut)],
         )
         for folder, paths in folders
     ]
@@ -44,21 +45,23 @@ def read_areal(source: Source, files: Sequence[Path]) -> Foreign:
     return Foreign("areal-text", steps, [TEXT_ONLY, note, *cut])
 
 
-def areal_row(row: Mapping[str, Any]) -> Sample:
-    text = (row["prompt"], row["completion"])
+def areal_row(row: Mapping[str, Any], where: str) -> Sample:
+    text = (member(row, "prompt", where, str), member(row, "completion", where, str))
     group = (row["task_id"], row["prompt"])  # ranks count their tasks alike, and append to one file
-    return Sample(tokens=None, reward=number_or_none(row["reward"]), group=group, text=text)
+    return Sample(None, reward=number_or_none(row["reward"], f"{where}, reward"), group=group, text=text)
 
 
 def verl_row(row: Mapping[str, Any], where: str) -> Sample:
-    text = (row["input"], row["output"])
-    return Sample(tokens=None, reward=number_or_none(row["score"]), group=row["input"], text=text)
+    text = (member(row, "input", where, str), member(row, "output", where, str))
+    return Sample(None, reward=number_or_none(row["score"], f"{where}, score"), group=text[0], text=text)
 
 
 def read_roll(file: Path, notes: list[str]) -> list[Sample]:
     """Read objects with a list per column. Raises ForeignFormat."""
     return [
-        Sample(tokens=None, reward=number_or_none(score), group=prompt, text=(prompt, response))
+        Sample(
+            None, reward=number_or_none(score, f"{line.where}, scores"), group=prompt, text=(prompt, response)
+        )
         for line in json_lines(file)
         for prompt, response, score in zip(*(line.row[name] for name in ROLL), strict=True)
     ]

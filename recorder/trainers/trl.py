@@ -31,7 +31,7 @@ SEVERAL = (
 
 def read_table(file: Path, notes: list[str]) -> list[Sample]:
     """Read the rows of a file. Raises ForeignFormat, and RecordError without pyarrow."""
-    return [parse_row(row, notes) for row in table_rows(file)]
+    return [parse_row(row, notes, f"{file}, row {number}") for number, row in enumerate(table_rows(file))]
 
 
 def table_rows(file: Path) -> list[dict[str, Any]]:
@@ -61,10 +61,10 @@ def table_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def parse_row(row: Mapping[str, Any], notes: list[str]) -> Sample:
+def parse_row(row: Mapping[str, Any], notes: list[str], where: str) -> Sample:
     """Parse one row; a single column of numbers is the reward."""
     numbers = {
-        name: number_or_none(value)
+        name: number_or_none(value, where)
         for name, value in row.items()
         if name not in FIXED and (value is None or isinstance(value, int | float))
     }
@@ -76,7 +76,7 @@ def parse_row(row: Mapping[str, Any], notes: list[str]) -> Sample:
         reward=next(iter(numbers.values())) if len(numbers) == 1 else None,
         group=prompt,
         text=(prompt, completion),
-        scores=scores | {"advantage": number_or_none(row["advantage"])},
+        scores=scores | {"advantage": number_or_none(row["advantage"], f"{where}, advantage")},
         images=images_of(row, notes),
     )
 

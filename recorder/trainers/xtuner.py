@@ -54,7 +54,9 @@ def parse_state(state: Any, group: int, where: str, notes: list[str]) -> Sample:
     fields = optional(fields, "extra_fields", {}) | fields
     reward = optional(fields, "reward")
     known: dict[str, Any] = {
-        "reward": number_or_none(optional(reward, "score") if isinstance(reward, dict) else reward),
+        "reward": number_or_none(
+            optional(reward, "score") if isinstance(reward, dict) else reward, f"{where}, reward"
+        ),
         "group": group,
         "finish_reason": finish_reason_of(optional(fields, "finish_reason")),
         "where": where,

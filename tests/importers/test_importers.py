@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recorder import open_record, verify
-from recorder.errors import ForeignFormat, StepNotRecorded
+from recorder.errors import RecordError, StepNotRecorded
 from recorder.tables.formats import export_record, layout_of_steps, read_rows
 from recorder.testing import write_scripted_record
 from recorder.trainers.importing import import_record
@@ -206,10 +206,8 @@ def test_a_malicious_pickle_inside_a_torch_file_and_inside_a_pickle_is_refused(t
 def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
     torch.save({"rollout_id": 0, "samples": [torch.zeros(4)]}, tmp_path / "good.pt")
     data = (tmp_path / "good.pt").read_bytes()
-    # size (4,) becomes (9,): K\x04 is the number 4
-    assert data.count(b"K\x04\x85") == 1
-    changed = data.replace(b"K\x04\x85", b"K\x09\x85")
-    (tmp_path / "0.pt").write_bytes(changed)
+    assert data.count(b"K\x04\x85") == 1  # K\x04 is the number 4: size (4,) becomes (9,)
+    (tmp_path / "0.pt").write_bytes(data.replace(b"K\x04\x85", b"K\x09\x85"))
     with pytest.raises(ValueError, match="cut off or damaged"):
         import_record(tmp_path / "0.pt", tmp_path / "record", "slime")
 
@@ -217,14 +215,16 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"response_length": 1}, "3 values per token for 1 tokens"),
+        ({"response_length": 1}, "loss_mask has 3 values: give 5 or 1"),
+        ({"reward": "x"}, "reward is 'x': give a number"),
+        ({"loss_mask": [1, 2, 1]}, "loss_mask: a value is 2, 0 or 1 expected"),
         ({"tokens": [-1, 5, 6]}, "token ids from -1 to 6"),
         ({"reward": {"a": 1.0, "b": 2.0}}, "--reward-key"),
     ],
 )
 def test_a_file_that_contradicts_itself_is_reported_with_its_position(changes, words, tmp_path):
     source = pickled.write_slime(tmp_path, KNOWN[:1], **changes)
-    with pytest.raises(ForeignFormat, match=r"9\.pt, sample 0.*") as caught:
+    with pytest.raises(RecordError, match=r"9\.pt, sample 0.*") as caught:
         import_record(source, tmp_path / "record")
     assert words in str(caught.value)
 
