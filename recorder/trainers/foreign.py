@@ -156,7 +156,8 @@ def prompt_group(tokens: np.ndarray, loss_mask: np.ndarray) -> Hashable:
 def member(document: Mapping[str, Any], name: str, where: str, kind: type = object) -> Any:
     """Return a mandatory member. Raises ForeignFormat, with what there is, if it is absent or of another kind."""
     if name not in document:
-        raise ForeignFormat(f"{where} has no {name!r}, only {sorted(map(str, document))[:20]}")
+        members = printable(str(sorted(map(str, document))[:20]), 400)
+        raise ForeignFormat(f"{where} has no {name!r}, only {members}")
     if not isinstance(document[name], kind):
         value = printable(repr(document[name]), 60)
         raise ForeignFormat(f"{where}: {name} is {value}, {kind.__name__} expected")

@@ -135,7 +135,8 @@ def read_foreign(path: Path, format_name: str | None = None) -> Foreign:
     steps = [step for step in foreign.steps if step.samples]
     if not steps:
         raise ForeignFormat(f"{path} has no samples of {foreign.format}")
-    return replace(foreign, steps=steps)
+    empty = [f"{step.name} has no samples: it is left out" for step in foreign.steps if not step.samples]
+    return replace(foreign, steps=steps, notes=[*foreign.notes, *empty])
 
 
 def import_record(
