@@ -496,8 +496,7 @@ def commit_finding(
     where = "" if file is None else f" changed {file}:{line}"
     side = "A" if history.is_reversed else "B"
     what = f'commit {commit.hash[:10]} "{commit.subject}"{where}, and only {side} has it'
-    between = f"of {count(history.num_commits, 'commit')} between A and B"
-    evidence = f"{between}, {len(history.acting)} changed what the {case.first.stage} runs"
+    evidence = f"of {count(history.num_commits, 'commit')} between A and B, {len(history.acting)} changed what the {case.first.stage} runs"
     path = "" if file is None else f" -- {quote(file)}"
     return Finding(
         Cause("code", what, file, line, commit.hash),

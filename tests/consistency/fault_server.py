@@ -116,8 +116,14 @@ def sglang_routes(model: OneModel) -> dict[str, Any]:
     return {"/server_info": SGLANG, "/model_info": {"model_path": NAME}, "/generate": generate}
 
 
-SGLANG = {"version": "0.5.23", "dtype": "auto", "quantization": None, "kv_cache_dtype": "auto"}
-SGLANG |= {"schedule_policy": "fcfs", "internal_states": []}
+SGLANG = {
+    "version": "0.5.23",
+    "dtype": "auto",
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+    "schedule_policy": "fcfs",
+    "internal_states": [],
+}
 
 
 def row_routes(sequences: Sequences) -> dict[str, Any]:

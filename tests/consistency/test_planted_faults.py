@@ -7,8 +7,13 @@ from benchmarks import consistency_faults as planted
 
 EVERY = {fault.name: fault for fault in (*planted.SOUND, *planted.FAULTS)}
 QUICK = (
-    *("sound, float32", "sound, bfloat16 engine and float32 trainer", "one stale tensor, not given"),
-    *("rope base 1e6", "some completions exchanged", "all lists one short", "repeated seeds"),
+    "sound, float32",
+    "sound, bfloat16 engine and float32 trainer",
+    "one stale tensor, not given",
+    "rope base 1e6",
+    "some completions exchanged",
+    "all lists one short",
+    "repeated seeds",
     "first logprob 0",
 )
 
