@@ -100,10 +100,10 @@ def commit_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Ite
     if "dirty_files" in left and "dirty_files" in right:
         for name in differing(*files):
             sides = [side for side, dirty in zip("AB", files, strict=True) if name in dirty]
-            whose = f"{sides[0]} alone has" if len(sides) == 1 else "A and B have other"
+            whose = f"{sides[0]} alone has" if len(sides) == 1 else "A and B have different"
             yield CodeDifference("commit", f"{whose} uncommitted changes of {name}", name)
     elif left.get("dirty_sha256") != right.get("dirty_sha256"):
-        yield CodeDifference("commit", "A and B have other uncommitted changes, of files that are not known")
+        yield CodeDifference("commit", "A and B have different uncommitted changes, of files that are not known")
 
 
 def script_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
