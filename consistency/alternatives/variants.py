@@ -38,7 +38,6 @@ from consistency.tokens import Floats, Sequences
 from consistency.transforms import RESIDUAL_BOUND, Prediction, mean_square, select_rows, spread_rows
 
 TOKENS_TO_SCREEN = 256
-DECISIVE = 1e3  # gain of squares, from which no further variant is scored
 LEAST_GAIN = 1.5  # of squares, below which the best variant is not scored on all tokens
 # Correlation with D of one of a family's first two members. A variant that explains a third of the squares has 0.58,
 # chance leaves 0.06 in 256 tokens.
@@ -122,13 +121,11 @@ def best_of(scorer: Scorer, rows: Sequences, temperature: float, variants: list[
         before.append(abs(correlation(signed(predicted - base), difference)))
         return missed(screened, predicted)
 
-    every, misses = [one for one in variants if one.values or one.attributes or one.hooks], list[float]()
-    for one in every:
-        if min(misses, default=as_is) * DECISIVE > as_is:
-            misses.append(miss(one))
+    tried = [one for one in variants if one.values or one.attributes or one.hooks]
+    misses = [miss(variant) for variant in tried]
     if not misses:
         return []
-    least, tried = min(misses), every[: len(misses)]
+    least = min(misses)
     # Of variants that do the same to this model, the first.
     chosen = next(one for one, left in zip(tried, misses, strict=True) if left <= least * TIE_RATIO)
     # A number near the model's own may fit where none of a coarse grid does.

@@ -103,7 +103,7 @@ def commit_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Ite
             whose = f"{sides[0]} alone has" if len(sides) == 1 else "A and B have different"
             yield CodeDifference("commit", f"{whose} uncommitted changes of {name}", name)
     elif left.get("dirty_sha256") != right.get("dirty_sha256"):
-        yield CodeDifference("commit", "A and B have different uncommitted changes, of files that are not known")
+        yield CodeDifference("commit", "A and B have different uncommitted changes, of unknown files")
 
 
 def script_differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[CodeDifference]:
