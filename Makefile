@@ -97,19 +97,20 @@ env-light:
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv
 
-# pip finds the torch of a CPU, where it is configured to; uv is faster with the rest. Each process
-# compiles what it imports and keeps it, which is less than all that is installed.
+# pip finds the torch of a CPU, where it is configured to; uv is faster with the rest. Each process of
+# the demo compiles what it imports and keeps it, which is less than all that is installed.
 .venv/light.stamp: pyproject.toml constraints.txt | .venv/bin/pip
 	@echo "Setting up .venv (light: no SGLang) ..."
 	$(BIN)/pip install $(PIP_FLAGS) --no-compile uv "$(LIGHT_TORCH)"
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable ".[train,archive]"
 	@touch $@
 
-# uv, because the SGLang stack is 10 GB: half a minute instead of ten.
+# uv, because the SGLang stack is 10 GB: half a minute instead of ten. It compiles all of it on all cores;
+# processes that start together would each compile the same modules.
 .venv/full.stamp: pyproject.toml constraints.txt | .venv/bin/pip
 	@echo "Setting up .venv (full: with SGLang, Ray and the development tools) ..."
 	$(BIN)/pip install $(PIP_FLAGS) uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable ".[all]"
+	UV_COMPILE_BYTECODE_TIMEOUT=600 $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --editable ".[all]"
 	@touch $@
 
 clean:
