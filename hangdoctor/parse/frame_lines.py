@@ -170,7 +170,8 @@ def tool_frame(line: str) -> Frame | None:
         file, number = (match[1], int(match[2][:9])) if match else (place, 0)
         native = is_native_file(file)
         unfit = NO_C if native else NO_PYTHON
-        if looks_like_location(file, native) and function and not unfit.search(function):
+        is_frame = looks_like_location(file, native) and function and not unfit.search(function)
+        if is_frame and not called_at(line):
             return Frame(function, full_path(file), number, native)
     return None
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from hangdoctor.model import Frame
-from hangdoctor.parse.frame_lines import bare_name, called_at, frame_of, loose_frames
+from hangdoctor.parse.frame_lines import bare_name, frame_of, loose_frames
 from hangdoctor.parse.headings import GDB_ROW, PROCESS, OpenThread, Section, section_header, thread_header
 from hangdoctor.parse.logs import shapes_of
 from hangdoctor.parse.stacks_json import parse_stacks_json
@@ -282,7 +282,7 @@ class Reader:
             return
         rest = WAITING.sub("", rest)
         frame = frame_of(rest) or (bare_name(rest) if "-" not in rest else None)
-        found = called_at(rest) or ((frame,) if frame else loose_frames(rest))
+        found = (frame,) if frame else loose_frames(rest)
         if found and self.thread is None:
             self.sections.append(section)
             self.frames(found, loose=False)
