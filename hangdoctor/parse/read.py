@@ -183,7 +183,8 @@ def take_dump(reading: Reading, place: location.Place, member: str, data: bytes)
         pid, threads = parse_stacks_json(data)
         keep(reading, owner_of(reading, place, member), place, threads, pid)
         return
-    text = with_rows(data.decode(errors="replace"))
+    text = data.decode(errors="replace")
+    text = with_rows(text) if reading.contents is None else text
     if text.lstrip().startswith("{"):
         take_object(reading, place, member, data)
     elif is_ras_text(text):
