@@ -116,8 +116,8 @@ class ObservedRun:
 
     def _observe_start(self) -> None:
         """Send `start` with what describes the run."""
-        method: dict[str, Any] = {} if self.method is None else {"method": self.method}
-        method |= {"num_rows": len(self.train_dataset)} if self.train_dataset else {}
+        known: dict[str, Any] = {} if self.method is None else {"method": self.method}
+        known |= {"num_rows": len(self.train_dataset)} if self.train_dataset else {}
         if self.config.debug.dump_rollout_data and not self.observers and self.ranks.rank == 0:
             logger.warning(
                 "debug.dump_rollout_data is true and nothing records: read the config with areal_debug.wiring.wire, "
@@ -138,7 +138,7 @@ class ObservedRun:
             save_checkpoint=lambda folder, step: save_checkpoint(
                 folder, self.engines, {"step": step, "version": self.version}
             ),
-            **method,
+            **known,
         )
 
     def _observe_step(self, step: int, plan: dict[str, Any], stats: dict[str, float]) -> None:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from math import inf, isfinite
 from pathlib import Path
@@ -316,9 +316,9 @@ class Comparison:
         is_number = (one.recorded.ndim == 0 and len(observed) == 1) or stage == "rewards"
         is_paired = not is_number and "values of" not in (shape or "")
         bases = [self.base, *(replace(self.base, **{n: v}) for n, v in self.configured.either.items())]
-        tried = (self.search(observed, at, value, stages, pairs=False, base=base) for base in bases)
-        found = next((one for one in tried if one.changes), None)
-        found = found or self.search(observed, at, value, stages, pairs=is_paired)
+        each = [*((base, False) for base in bases if len(bases) > 1), (self.base, is_paired)]
+        tried = (self.search(observed, at, value, stages, pairs=pairs, base=base) for base, pairs in each)
+        found = next((one for one in tried if one.changes), Explanation())
         self.differs(stage, one.name, found, shape, **where(self.rows, one, value))
 
     def misfits(self, observed: list[Observation], options: Options) -> list[float]:
@@ -608,9 +608,9 @@ class Comparison:
         for update in compared:
             name, recorded = f"gradient norm of {self.named([update])}", np.asarray(update.grad_norm)
             own = self.loss(update, self.base)
-            observed = Observation("gradient", name, recorded, partial(self.norm_under, update, own))
+            observed = Observation("gradient", name, recorded, cache(partial(self.norm_under, update, own)))
             if observed.misfit(value := self.norm(update, own, self.base)) > 1:
-                each = (("gradient",), ("loss", "gradient"))  # a pass of the model for each option
+                each = (("gradient",), ("loss", "gradient"))  # a pass of the model for each option, once
                 tried = (self.search([observed], 0, value, of, pairs=False, counts=()) for of in each)
                 found = next((one for one in tried if one.changes), Explanation())
                 self.differs("gradient", name, found, **where(self.rows, observed, value))
